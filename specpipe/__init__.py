@@ -1,0 +1,1 @@
+"""specpipe: distributed, overlapped speculative decoding."""

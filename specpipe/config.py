@@ -1,0 +1,86 @@
+"""Configuration of each process, read once at start and never changed.
+
+Owns: frozen dataclasses, one line of documentation per field. What is learned at run time lives in ModelInfo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specpipe.errors import ConfigError
+from specpipe.types import Mode, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where a process listens and how it ends."""
+
+    host: str = "127.0.0.1"  # interface to listen on
+    port: int = 0  # 0: a free one
+    grace_s: float = 10.0  # how long SIGTERM lets sessions finish
+    ready_fd: int | None = None  # file descriptor on which "HOST:PORT\n" is written once the process serves
+    parent_fd: int | None = None  # read end of a pipe held by the parent: end-of-file means the parent is gone
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in 0..65535, got {self.port}")
+        if not self.grace_s >= 0:
+            raise ConfigError(f"grace_s must be at least 0, got {self.grace_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """A model and the room it gets."""
+
+    model: str  # local folder or hub name
+    dtype: str = "auto"  # auto | float32 | bfloat16
+    device: str = "cpu"  # cpu | cuda
+    max_context: int | None = None  # positions; None: the model's own limit (at most 4096 slots a session by default)
+    num_slots: int | None = None  # KV slots; None: by memory
+    max_sessions: int = 64  # sessions open at once
+    max_batch_tokens: int = 256  # rows of one step
+    num_threads: int = 1  # compute threads
+    core: int | None = None  # CPU core to pin the process to; None: not pinned
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        if self.device != "cpu" and not self.device.startswith("cuda"):
+            raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
+        for name in ("max_context", "num_slots", "max_sessions", "max_batch_tokens", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftWorkerConfig:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    engine: EngineConfig
+    max_nodes: int = 256  # nodes of one session's draft tree
+    max_depth: int = 48  # its depth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetWorkerConfig:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    engine: EngineConfig
+    tensor_parallel_size: int = 1  # ranks of this worker
+    max_nodes: int = 256  # nodes held of one session's draft tree
+    max_shared_slowdown: float = 1.25  # a step shared by sessions may take this many times its plain time
+    max_prefill_slowdown: float = 2.0  # a step with prefill may take this many times its decode part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    targets: tuple[str, ...]  # HOST:PORT of target workers
+    drafts: tuple[str, ...] = ()  # HOST:PORT of draft workers
+    tokenizer: str = ""  # folder or hub name; empty: the target model's name
+    drafter: str = "model"  # model | ngram | none: what drafts when a request does not forbid it
+    mode: Mode = Mode.PIPELINED  # default of requests
+    rule: Rule = Rule.COUPLED  # default of requests
+    num_speculative_tokens: int | None = None  # default K; None: 4 in sync, by goodput in pipelined
+    max_sessions: int = 256  # requests answered at once; more wait in a queue
+    max_queue: int = 1024  # requests waiting; more are refused
+    served_model_name: str = ""  # name clients use; empty: the target's folder name
