@@ -1,0 +1,75 @@
+# What CI runs is what you run: .ci/run calls `make test`.
+#
+# `setup` makes .venv in the checkout; every other target works on it and makes it first when it is missing or older than
+# pyproject.toml. A torch that is already in .venv is kept.
+
+BASE_PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+OLDEST := .venv-oldest
+PACKAGES := coordinator draft_worker target_worker specpipe tests benchmarks proto
+PYTEST_FLAGS ?=
+
+# One compute thread a process unless the caller says otherwise: services pin themselves.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup format lint types unit test test-slow test-oldest proto demo bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(VENV)/.complete  ## make .venv with everything that work on specpipe needs
+
+$(VENV)/.complete: pyproject.toml
+	@test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV)
+	@ls -d $(VENV)/lib/python3*/site-packages/torch >/dev/null 2>&1 || $(PYTHON) -m pip install -q "$(TORCH)"
+	$(PYTHON) -m pip install -qq -e ".[dev,gguf]"
+	@touch $@
+
+format: setup  ## rewrite the code in the project's format
+	$(VENV)/bin/ruff check -q --fix-only .
+	$(VENV)/bin/ruff format -q .
+
+lint: setup  ## ruff: rules and format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: setup  ## mypy --strict
+	$(VENV)/bin/mypy
+
+unit: setup  ## the quick tests only: no processes
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "not slow and not gpu and not models" tests/unit tests/contract
+
+test: lint types  ## everything that must pass before a change lands
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "not slow and not gpu and not models"
+	$(MAKE) --no-print-directory test-oldest
+
+test-slow: setup  ## the long tests: about an hour
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "slow and not gpu"
+
+# An environment of its own for the oldest versions we support. What is not pinned there comes from .venv by a .pth file.
+test-oldest: $(OLDEST)/.complete  ## the version-sensitive tests on the oldest supported dependencies
+	$(OLDEST)/bin/python tests/oldest/check_versions.py
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_FLAGS) -m "not slow and not gpu and not models" $$(grep -v '^#' tests/oldest/tests.txt | xargs -n 1 sh -c 'ls -d $$0 2>/dev/null')
+
+$(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
+	@rm -rf $(OLDEST)
+	$(PYTHON) -m venv --without-pip $(OLDEST)
+	@$(PYTHON) -c 'import pathlib, sysconfig; site = pathlib.Path(sysconfig.get_path("purelib")); \
+	  own = pathlib.Path("$(OLDEST)").resolve() / site.relative_to(pathlib.Path("$(VENV)").resolve()); \
+	  (own / "rest.pth").write_text(f"{site}\n{pathlib.Path.cwd()}\n")'
+	$(PYTHON) -m pip --python $(OLDEST)/bin/python install -qq -r tests/oldest/requirements.txt
+	@touch $@
+
+proto: setup  ## regenerate specpipe/rpc/v1 from proto/
+	$(PYTHON) proto/generate.py
+
+demo: setup  ## the main job from nothing: a streamed, pipelined answer of the demo pair with its statistics
+	$(PYTHON) -m specpipe.cli.demo
+
+bench: setup  ## speed of off, sync and pipelined, interleaved
+	$(PYTHON) -m benchmarks.modes
+
+clean:  ## remove environments and caches
+	rm -rf $(VENV) $(OLDEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
