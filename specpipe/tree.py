@@ -1,0 +1,392 @@
+"""The draft tree: a trie of guessed token ids below the committed text of one session (design 4.2).
+
+Owns: nodes, their ranks and reach, extensions (making and grafting them), advancing along a commit.
+Must not know: models, slots' contents, sampling, clocks, gRPC. A node *is* its path of token ids: there are no node
+ids.
+
+Receiving is a union by path, and a join: what a tree holds after a set of extensions does not depend on their order or
+repetition while no bound is hit. A node received twice keeps the larger confidence and the earlier draft step;
+children are ranked by confidence, falling, then by token id.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from specpipe.errors import InvalidRequestError, InvariantError
+from specpipe.types import Extension
+
+MAX_EXTENSION_NODES = 4096
+"""More nodes than this in one extension are refused unread: no honest drafter sends them."""
+
+Estimate = Callable[[int, int, float, str], float]
+"""(rank, depth, confidence, drafter) -> probability that the node is the target's choice if its parent is committed."""
+
+
+class Node:
+    """One guessed token. Position in the whole sequence: base + depth - 1.
+
+    `slot`, `is_verified` and `is_sent` belong to the worker that holds the tree; the tree itself never reads them.
+    """
+
+    __slots__ = (
+        "children",
+        "confidence",
+        "depth",
+        "draft_step",
+        "drafter",
+        "estimate",
+        "is_sent",
+        "is_verified",
+        "parent",
+        "rank",
+        "reach",
+        "slot",
+        "token",
+    )
+
+    def __init__(self, parent: Node | None, token: int, confidence: float, drafter: str, draft_step: int) -> None:
+        self.parent = parent
+        self.token = token
+        self.confidence = confidence  # as the drafter said
+        self.drafter = drafter
+        self.draft_step = draft_step  # the draft step that made it; 0: unknown
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.rank = 0  # among its parent's children
+        self.estimate = 1.0  # calibrated probability given that the parent is committed
+        self.reach = 1.0  # product of estimates along the path: estimated probability of being committed
+        self.children: dict[int, Node] = {}  # by token, in rank order
+        self.slot: int | None = None
+        self.is_verified = False
+        self.is_sent = False
+
+    def __repr__(self) -> str:
+        return f"Node(path={[node.token for node in self.path()]}, rank={self.rank}, reach={self.reach:.3g})"
+
+    def path(self) -> list[Node]:
+        """Nodes from the one below the root down to this one; empty for the root."""
+        nodes = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    @property
+    def _order(self) -> tuple[float, int]:
+        return -self.confidence, self.token
+
+
+class GraftOutcome(enum.Enum):
+    """GRAFTED: base is the receiver's. LATE: grafted below tokens committed since. STALE: nothing of it lies on the
+    committed path. AHEAD: its base is beyond what the receiver has; nothing was changed."""
+
+    GRAFTED = "grafted"
+    LATE = "late"
+    STALE = "stale"
+    AHEAD = "ahead"
+
+
+@dataclass(frozen=True, slots=True)
+class Graft:
+    outcome: GraftOutcome
+    added: list[Node] = field(default_factory=list)  # new nodes, parents first
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What a commit did to the tree. `path` and `dropped` together are all nodes that left it."""
+
+    path: list[Node]  # nodes of the longest committed prefix found in the tree, in order; what was computed there holds
+    follows: bool  # every committed token was a node: the subtree below the last one is now the tree
+    dropped: list[Node]
+
+
+def confidence_as_is(rank: int, depth: int, confidence: float, drafter: str) -> float:  # noqa: ARG001
+    """The estimate of a worker that knows nothing better."""
+    return confidence
+
+
+class DraftTree:
+    """The draft tree of one session. `root` stands for the last committed token: depth 0, reach 1, never counted.
+
+    Nodes beyond `max_nodes` or `max_depth` are refused one by one, and what would hang below them with them.
+    """
+
+    def __init__(
+        self,
+        *,
+        base: int,
+        max_nodes: int = 256,
+        max_depth: int = 48,
+        estimate: Estimate = confidence_as_is,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.base = base  # committed tokens, prompt included
+        self.max_nodes = max_nodes
+        self.max_depth = max_depth
+        self.root = _create_root()
+        self.num_nodes = 0
+        self._estimate = estimate
+        self._vocab_size = vocab_size
+
+    def add_child(
+        self, parent: Node, token: int, confidence: float, *, drafter: str = "model", draft_step: int = 0
+    ) -> Node | None:
+        """The child of `parent` with this token: the one that is there, unchanged, or a new one. None: over bounds."""
+        child = parent.children.get(token)
+        return child if child is not None else self._create(parent, token, confidence, drafter, draft_step)
+
+    def graft(self, extension: Extension, committed: Sequence[int]) -> Graft:
+        """Unite the tree with an extension. `committed`: all tokens of the session, `base` of them.
+
+        Raises InvalidRequestError, before any change, if the extension is malformed.
+        """
+        validate_extension(extension, self._vocab_size)
+        if len(committed) != self.base:
+            raise InvariantError(f"graft: {len(committed)} committed tokens given, the tree stands at {self.base}")
+        if extension.base > self.base:
+            return Graft(GraftOutcome.AHEAD)
+        since = committed[extension.base :]
+        added: list[Node] = []
+        is_on_path = self._unite(extension, since, added)
+        if not since:
+            return Graft(GraftOutcome.GRAFTED, added)
+        return Graft(GraftOutcome.LATE if is_on_path else GraftOutcome.STALE, added)
+
+    def advance(self, tokens: Sequence[int]) -> Advance:
+        """Commit `tokens`: the subtree below them becomes the tree if they follow a path of it, else it is empty."""
+        path: list[Node] = []
+        node = self.root
+        for token in tokens:
+            child = node.children.get(token)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        follows = len(path) == len(tokens)
+        dropped = self._leave(path, keeps_subtree=follows)
+        self.base += len(tokens)
+        return Advance(path, follows, dropped)
+
+    def extension_of(
+        self,
+        nodes: Iterable[Node],
+        *,
+        session: int,
+        is_exhausted: bool = False,
+        drafter: str = "model",
+        draft_step: int = 0,
+        draft_step_ms: float = 0.0,
+        draft_share_ms: float = 0.0,
+    ) -> Extension:
+        """`nodes` and all their ancestors as an extension: parents before children, siblings in rank order."""
+        chosen = self._sorted_with_ancestors(nodes)
+        index = {id(self.root): 0} | {id(node): 1 + i for i, node in enumerate(chosen)}
+        return Extension(
+            session=session,
+            base=self.base,
+            parents=tuple(index[id(node.parent)] for node in chosen),
+            tokens=tuple(node.token for node in chosen),
+            confidences=tuple(node.confidence for node in chosen),
+            is_exhausted=is_exhausted,
+            drafter=drafter,
+            draft_step=draft_step,
+            draft_step_ms=draft_step_ms,
+            draft_share_ms=draft_share_ms,
+        )
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes below the root, parents before children, siblings in rank order."""
+        return _below(self.root)
+
+    def nodes_by_reach(self) -> list[Node]:
+        """All nodes, the most probable first; every prefix of the list holds the ancestors of its nodes."""
+        return sorted(self.nodes(), key=lambda node: (-node.reach, node.depth))
+
+    def best_leaves(self, limit: int) -> list[Node]:
+        """The `limit` childless nodes of highest reach that may still grow (never the root), best first."""
+        leaves = [node for node in self.nodes() if not node.children and node.depth < self.max_depth]
+        return sorted(leaves, key=lambda node: (-node.reach, node.depth))[:limit]
+
+    def find(self, tokens: Sequence[int]) -> Node | None:
+        """The node whose path these tokens are; the root for none; None if there is no such node."""
+        node: Node | None = self.root
+        for token in tokens:
+            node = node.children.get(token) if node is not None else None
+        return node
+
+    def check(self) -> None:
+        """Raise InvariantError if the tree contradicts itself."""
+        count = 0
+        slots: set[int] = set()
+        for node in (self.root, *self.nodes()):
+            count += 1
+            _require(node is self.root or self._is_sound(node), f"unsound node {node!r}")
+            children = list(node.children.values())
+            _require(children == sorted(children, key=lambda child: child._order), f"unsorted children of {node!r}")
+            _require([child.rank for child in children] == list(range(len(children))), f"ranks below {node!r}")
+            _require(node.slot is None or node.slot not in slots, f"slot {node.slot} held twice")
+            slots.update(() if node.slot is None else (node.slot,))
+        root = self.root
+        _require((root.parent, root.depth, root.reach, root.rank) == (None, 0, 1.0, 0), "the root has moved")
+        _require(count - 1 == self.num_nodes <= self.max_nodes, f"{count - 1} nodes found, {self.num_nodes} counted")
+
+    def _is_sound(self, node: Node) -> bool:
+        parent = node.parent
+        return (
+            parent is not None
+            and parent.children.get(node.token) is node
+            and node.depth == parent.depth + 1 <= self.max_depth
+            and node.reach == parent.reach * node.estimate
+            and 0.0 <= node.confidence <= 1.0
+            and 0.0 <= node.estimate <= 1.0
+        )
+
+    def _unite(self, extension: Extension, since: Sequence[int], added: list[Node]) -> bool:
+        """Graft what lies below the tokens committed `since` the extension's base. True: something does."""
+        is_on_path = False
+        # Per extension index, 0 first: the tree's node, or how many of `since` are matched there, or None (off path)
+        places: list[Node | int | None] = [0 if since else self.root]
+        for parent, token, confidence in zip(extension.parents, extension.tokens, extension.confidences, strict=True):
+            place = places[parent]
+            if isinstance(place, Node):
+                is_on_path = True
+                places.append(self._join(place, token, confidence, extension, added))
+            elif place is not None and token == since[place]:
+                places.append(place + 1 if place + 1 < len(since) else self.root)
+            else:
+                places.append(None)
+        return is_on_path
+
+    def _join(
+        self, parent: Node, token: int, confidence: float, extension: Extension, added: list[Node]
+    ) -> Node | None:
+        child = parent.children.get(token)
+        if child is None:
+            child = self._create(parent, token, confidence, extension.drafter, extension.draft_step)
+            if child is not None:
+                added.append(child)
+            return child
+        if 0 < extension.draft_step < child.draft_step or child.draft_step == 0:
+            child.draft_step = extension.draft_step
+        if (-confidence, extension.drafter) < (-child.confidence, child.drafter):
+            child.confidence, child.drafter = confidence, extension.drafter
+            self._rank_children(parent, changed=child)
+        return child
+
+    def _create(self, parent: Node, token: int, confidence: float, drafter: str, draft_step: int) -> Node | None:
+        if self.num_nodes >= self.max_nodes or parent.depth >= self.max_depth:
+            return None
+        child = Node(parent, token, confidence, drafter, draft_step)
+        last = next(reversed(parent.children.values()), None)
+        child.rank = len(parent.children)
+        parent.children[token] = child
+        self.num_nodes += 1
+        if last is None or last._order < child._order:
+            self._weigh(child)
+        else:
+            self._rank_children(parent, changed=child)
+        return child
+
+    def _rank_children(self, parent: Node, *, changed: Node) -> None:
+        """Restore rank order after `changed` came or grew surer; weigh anew whatever that moved."""
+        ranked = sorted(parent.children.values(), key=lambda child: child._order)
+        parent.children = {child.token: child for child in ranked}
+        for rank, child in enumerate(ranked):
+            if child.rank != rank or child is changed:
+                child.rank = rank
+                self._weigh(child)
+
+    def _weigh(self, node: Node) -> None:
+        """Estimate a node and carry its reach to all below."""
+        parent = node.parent
+        assert parent is not None
+        estimate = self._estimate(node.rank, node.depth, node.confidence, node.drafter)
+        node.estimate = min(1.0, max(0.0, estimate))
+        node.reach = parent.reach * node.estimate
+        if not node.children:
+            return
+        for below in _below(node):
+            assert below.parent is not None
+            below.reach = below.parent.reach * below.estimate
+
+    def _leave(self, path: list[Node], *, keeps_subtree: bool) -> list[Node]:
+        """Put a new root at the end of `path` (or nowhere, with nothing below); returns the nodes dropped."""
+        if not path and keeps_subtree:
+            return []
+        end = path[-1] if path else self.root
+        kept = end.children if keeps_subtree else {}
+        if keeps_subtree:
+            end.children = {}
+        on_path = {id(node) for node in path}
+        dropped = [node for node in self.nodes() if id(node) not in on_path]
+        self.num_nodes -= len(dropped) + len(path)
+        self.root = _create_root()
+        self._adopt(kept)
+        return dropped
+
+    def _adopt(self, children: dict[int, Node]) -> None:
+        """Hang a subtree under the root; depths and reach follow in one pass. Estimates stay as they were made."""
+        root = self.root
+        root.children = children
+        for child in children.values():
+            child.parent = root
+        for node in self.nodes():
+            assert node.parent is not None
+            node.depth = node.parent.depth + 1
+            node.reach = node.parent.reach * node.estimate
+
+    def _sorted_with_ancestors(self, nodes: Iterable[Node]) -> list[Node]:
+        chosen: dict[int, Node] = {}
+        for start in nodes:
+            node = start
+            while node.parent is not None and id(node) not in chosen:
+                chosen[id(node)] = node
+                node = node.parent
+        return sorted(chosen.values(), key=lambda node: (node.depth, node.rank))
+
+
+def validate_extension(extension: Extension, vocab_size: int | None = None) -> None:
+    """Raise InvalidRequestError unless the extension is a trie of `vocab_size` ids with finite confidences in 0..1."""
+    size = len(extension.tokens)
+    name = f"extension of session {extension.session}"
+    if not size == len(extension.parents) == len(extension.confidences):
+        raise InvalidRequestError(f"{name}: tokens, parents and confidences differ in number")
+    if size > MAX_EXTENSION_NODES:
+        raise InvalidRequestError(f"{name}: {size} nodes, at most {MAX_EXTENSION_NODES} are taken")
+    if extension.base < 1:
+        raise InvalidRequestError(f"{name}: base must be at least 1, got {extension.base}")
+    for i, parent in enumerate(extension.parents):
+        if not 0 <= parent <= i:
+            raise InvalidRequestError(f"{name}: node {i + 1} names parent {parent}, which is not an earlier one")
+    for token in extension.tokens:
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            raise InvalidRequestError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
+    for confidence in extension.confidences:
+        if not (math.isfinite(confidence) and 0.0 <= confidence <= 1.0):
+            raise InvalidRequestError(f"{name}: confidence must be in 0..1, got {confidence}")
+
+
+def _create_root() -> Node:
+    return Node(None, -1, 1.0, "", 0)
+
+
+def _below(top: Node) -> Iterator[Node]:
+    stack = [iter(top.children.values())]
+    while stack:
+        node = next(stack[-1], None)
+        if node is None:
+            stack.pop()
+            continue
+        yield node
+        if node.children:
+            stack.append(iter(node.children.values()))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantError(f"draft tree: {message}")
