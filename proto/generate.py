@@ -86,9 +86,8 @@ def digests(generated: Path) -> str:
     """One line `digest  path` for each .proto file and each file generated from them."""
     sources = {(PACKAGE / path.name).as_posix(): path for path in (PROTO_ROOT / PACKAGE).glob("*.proto")}
     results = {path.name: path for path in generated.glob("*.py*")}
-    return "".join(
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in sorted((sources | results).items())
-    )
+    files = sorted((sources | results).items())
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files)
 
 
 def differences(generated: Path, current: Path) -> list[str]:

@@ -1,0 +1,414 @@
+"""Between specpipe.types and the protobuf messages of the worker streams, both ways.
+
+Owns: the translation and the checks that need no session state. Besides service and client modules the only one that
+sees protobuf. Must not know: grpc, asyncio, what a session does with a message.
+
+`*_to_pb` takes values of our own and raises nothing. `*_from_pb` takes what a peer sent: it raises InvalidRequestError
+with a sentence that names the session and the field, before any large value is copied. `batch_from_pb` raises nothing:
+a message that is wrong becomes a Rejection, and the others are delivered.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
+
+from specpipe.errors import ErrorCode, InvalidRequestError
+from specpipe.rpc.v1 import common_pb2, worker_pb2
+from specpipe.types import (
+    Batch,
+    Close,
+    Closed,
+    Commit,
+    Extension,
+    Failed,
+    FinishReason,
+    Heartbeat,
+    Hello,
+    Mode,
+    ModelInfo,
+    NeedTokens,
+    Open,
+    Origin,
+    RoundStats,
+    Rule,
+    SamplingParams,
+    SessionMessage,
+    SpeculationParams,
+    StopRules,
+)
+
+MAX_EXTENSION_NODES = 4096
+"""Nodes of one extension; trees hold a few hundred."""
+MAX_NAME_LENGTH = 1024
+"""Characters of a request id, a drafter, an adapter, a trace context."""
+MAX_TEXT_LENGTH = 4096
+"""Characters of an error message or a reason; longer ones are cut when sent."""
+
+_E = TypeVar("_E", bound=enum.Enum)
+_Message = TypeVar("_Message")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a receiver can take; learned from the model that both ends serve."""
+
+    vocab_size: int = 2**32  # token ids are below it
+    max_context: int = 2**32 - 1  # tokens of a sequence
+
+    @classmethod
+    def of(cls, model: ModelInfo | None) -> Limits:
+        return cls() if model is None else cls(vocab_size=model.vocab_size, max_context=model.max_context)
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A message that was wrong: which session it named, what kind it was, and why it cannot be used."""
+
+    session: int
+    kind: type[SessionMessage]
+    error: InvalidRequestError
+
+
+class _EnumTable(Generic[_E]):
+    """One enum of types against one of the wire, by name: PREFIX_NAME."""
+
+    def __init__(self, kind: type[_E], wire: Any, prefix: str) -> None:
+        self._name = prefix.lower()
+        self._to_pb: dict[_E, int] = {member: wire.Value(f"{prefix}_{member.name}") for member in kind}
+        self._from_pb = {value: member for member, value in self._to_pb.items()}
+
+    def to_pb(self, member: _E) -> Any:
+        return self._to_pb[member]
+
+    def from_pb(self, value: int) -> _E:
+        try:
+            return self._from_pb[value]
+        except KeyError:
+            raise InvalidRequestError(f"{self._name} has no value {value}") from None
+
+
+MODES = _EnumTable(Mode, common_pb2.Mode, "MODE")
+RULES = _EnumTable(Rule, common_pb2.Rule, "RULE")
+FINISH_REASONS = _EnumTable(FinishReason, common_pb2.FinishReason, "FINISH_REASON")
+ORIGINS = _EnumTable(Origin, common_pb2.Origin, "ORIGIN")
+ERROR_CODES = _EnumTable(ErrorCode, common_pb2.ErrorCode, "ERROR_CODE")
+
+
+# Hello and heartbeat
+
+
+def hello_to_pb(hello: Hello) -> worker_pb2.Hello:
+    return worker_pb2.Hello(
+        protocol_version=hello.protocol_version,
+        incarnation=hello.incarnation,
+        model=None if hello.model is None else model_info_to_pb(hello.model),
+        num_slots=hello.num_slots,
+        max_sessions=hello.max_sessions,
+    )
+
+
+def hello_from_pb(hello_pb: worker_pb2.Hello) -> Hello:
+    return Hello(
+        protocol_version=hello_pb.protocol_version,
+        incarnation=hello_pb.incarnation,
+        model=model_info_from_pb(hello_pb.model) if hello_pb.HasField("model") else None,
+        num_slots=hello_pb.num_slots,
+        max_sessions=hello_pb.max_sessions,
+    )
+
+
+def model_info_to_pb(model: ModelInfo) -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(**_values(model))
+
+
+def model_info_from_pb(model_pb: common_pb2.ModelInfo) -> ModelInfo:
+    if model_pb.vocab_size < 1 or model_pb.max_context < 1:
+        raise InvalidRequestError("model has no vocabulary or no context")
+    return ModelInfo(
+        name=model_pb.name,
+        fingerprint=model_pb.fingerprint,
+        tokenizer_fingerprint=model_pb.tokenizer_fingerprint,
+        vocab_size=model_pb.vocab_size,
+        max_context=model_pb.max_context,
+        eos_token_ids=tuple(model_pb.eos_token_ids),
+    )
+
+
+def heartbeat_to_pb(heartbeat: Heartbeat) -> worker_pb2.Heartbeat:
+    return worker_pb2.Heartbeat(**_values(heartbeat))
+
+
+def heartbeat_from_pb(heartbeat_pb: worker_pb2.Heartbeat) -> Heartbeat:
+    return Heartbeat(
+        step=heartbeat_pb.step,
+        step_running_ms=heartbeat_pb.step_running_ms,
+        num_sessions=heartbeat_pb.num_sessions,
+        num_free_slots=heartbeat_pb.num_free_slots,
+    )
+
+
+# Batches
+
+
+def batch_to_pb(batch: Batch) -> worker_pb2.Batch:
+    return worker_pb2.Batch(
+        sequence=batch.sequence,
+        opens=map(open_to_pb, batch.opens),
+        extensions=map(extension_to_pb, batch.extensions),
+        commits=map(commit_to_pb, batch.commits),
+        need_tokens=(worker_pb2.NeedTokens(session=need.session, have=need.have) for need in batch.need_tokens),
+        failures=map(failed_to_pb, batch.failures),
+        closes=(
+            worker_pb2.Close(session=close.session, reason=close.reason[:MAX_TEXT_LENGTH]) for close in batch.closes
+        ),
+        closed=(worker_pb2.Closed(session=closed.session, length=closed.length) for closed in batch.closed),
+        heartbeat=None if batch.heartbeat is None else heartbeat_to_pb(batch.heartbeat),
+    )
+
+
+def batch_from_pb(batch_pb: worker_pb2.Batch, limits: Limits) -> tuple[Batch, list[Rejection]]:
+    """The messages that are right, and why each of the others is not."""
+    rejected: list[Rejection] = []
+
+    def decoded(
+        kind: Callable[..., Any], messages_pb: Iterable[Any], decode: Callable[..., _Message]
+    ) -> tuple[_Message, ...]:
+        messages = []
+        for message_pb in messages_pb:
+            try:
+                messages.append(decode(message_pb, limits))
+            except InvalidRequestError as error:
+                named = InvalidRequestError(f"session {message_pb.session}: {kind.__name__}: {error}")
+                rejected.append(Rejection(message_pb.session, kind, named))  # type: ignore[arg-type]
+        return tuple(messages)
+
+    batch = Batch(
+        sequence=batch_pb.sequence,
+        opens=decoded(Open, batch_pb.opens, open_from_pb),
+        extensions=decoded(Extension, batch_pb.extensions, extension_from_pb),
+        commits=decoded(Commit, batch_pb.commits, commit_from_pb),
+        need_tokens=tuple(NeedTokens(session=need.session, have=need.have) for need in batch_pb.need_tokens),
+        failures=decoded(Failed, batch_pb.failures, failed_from_pb),
+        closes=tuple(Close(session=close.session, reason=close.reason[:MAX_TEXT_LENGTH]) for close in batch_pb.closes),
+        closed=tuple(Closed(session=closed.session, length=closed.length) for closed in batch_pb.closed),
+        heartbeat=heartbeat_from_pb(batch_pb.heartbeat) if batch_pb.HasField("heartbeat") else None,
+    )
+    return batch, rejected
+
+
+# Messages of a session
+
+
+def open_to_pb(message: Open) -> worker_pb2.Open:
+    return worker_pb2.Open(
+        session=message.session,
+        request_id=message.request_id,
+        tokens=message.tokens,
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=common_pb2.ResolvedSampling(**_values(message.sampling)),
+        stops=common_pb2.StopRules(**_values(message.stops)),
+        speculation=speculation_to_pb(message.speculation),
+        remaining_ms=message.remaining_ms,
+        priority=message.priority,
+        trace_context=message.trace_context,
+        adapter=message.adapter,
+    )
+
+
+def open_from_pb(open_pb: worker_pb2.Open, limits: Limits) -> Open:
+    for name in ("request_id", "trace_context", "adapter"):
+        _check_length(name, getattr(open_pb, name))
+    if not 1 <= open_pb.num_prompt_tokens <= len(open_pb.tokens):
+        raise InvalidRequestError(f"num_prompt_tokens is {open_pb.num_prompt_tokens} of {len(open_pb.tokens)} tokens")
+    remaining_ms = open_pb.remaining_ms if open_pb.HasField("remaining_ms") else None
+    if remaining_ms is not None and math.isnan(remaining_ms):
+        raise InvalidRequestError("remaining_ms is not a number")
+    return Open(
+        session=open_pb.session,
+        request_id=open_pb.request_id,
+        tokens=_tokens("tokens", open_pb.tokens, limits),
+        num_prompt_tokens=open_pb.num_prompt_tokens,
+        sampling=sampling_from_pb(open_pb.sampling),
+        stops=stops_from_pb(open_pb.stops, limits),
+        speculation=speculation_from_pb(open_pb.speculation),
+        remaining_ms=remaining_ms,
+        priority=open_pb.priority,
+        trace_context=open_pb.trace_context,
+        adapter=open_pb.adapter,
+    )
+
+
+def sampling_from_pb(sampling_pb: common_pb2.ResolvedSampling) -> SamplingParams:
+    for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        value = getattr(sampling_pb, name)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise InvalidRequestError(f"{name} is {value}")
+    if sampling_pb.top_p == 0.0:
+        raise InvalidRequestError("top_p is 0")
+    return SamplingParams(
+        temperature=sampling_pb.temperature,
+        top_p=sampling_pb.top_p,
+        top_k=sampling_pb.top_k,
+        min_p=sampling_pb.min_p,
+        seed=sampling_pb.seed,
+        choice=sampling_pb.choice,
+    )
+
+
+def stops_from_pb(stops_pb: common_pb2.StopRules, limits: Limits) -> StopRules:
+    return StopRules(
+        eos_token_ids=_tokens("eos_token_ids", stops_pb.eos_token_ids, limits),
+        stop_token_ids=_tokens("stop_token_ids", stops_pb.stop_token_ids, limits),
+        ignore_eos=stops_pb.ignore_eos,
+        min_length=stops_pb.min_length,
+        max_length=stops_pb.max_length,
+    )
+
+
+def speculation_to_pb(speculation: SpeculationParams) -> common_pb2.ResolvedSpeculation:
+    return common_pb2.ResolvedSpeculation(
+        mode=MODES.to_pb(speculation.mode),
+        rule=RULES.to_pb(speculation.rule),
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        drafter=speculation.drafter,
+    )
+
+
+def speculation_from_pb(speculation_pb: common_pb2.ResolvedSpeculation) -> SpeculationParams:
+    _check_length("drafter", speculation_pb.drafter)
+    has_limit = speculation_pb.HasField("num_speculative_tokens")
+    return SpeculationParams(
+        mode=MODES.from_pb(speculation_pb.mode),
+        rule=RULES.from_pb(speculation_pb.rule),
+        num_speculative_tokens=speculation_pb.num_speculative_tokens if has_limit else None,
+        drafter=speculation_pb.drafter,
+    )
+
+
+def extension_to_pb(extension: Extension) -> worker_pb2.Extension:
+    return worker_pb2.Extension(**_values(extension))
+
+
+def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Extension:
+    """Checked: same lengths, parents earlier than their node, ids in the vocabulary, confidences in [0, 1]."""
+    num_nodes = len(extension_pb.tokens)
+    if num_nodes > MAX_EXTENSION_NODES:
+        raise InvalidRequestError(f"{num_nodes} nodes are more than {MAX_EXTENSION_NODES}")
+    if not len(extension_pb.parents) == len(extension_pb.confidences) == num_nodes:
+        raise InvalidRequestError("parents, tokens and confidences differ in length")
+    parents, confidences = tuple(extension_pb.parents), tuple(extension_pb.confidences)
+    for index, parent in enumerate(parents):
+        if parent > index:
+            raise InvalidRequestError(f"parents[{index}] is {parent}: a parent comes before its node")
+    for confidence in confidences:
+        if not 0.0 <= confidence <= 1.0:
+            raise InvalidRequestError(f"a confidence is {confidence}")
+    _check_length("drafter", extension_pb.drafter)
+    _check_durations(extension_pb, ("draft_step_ms", "draft_share_ms"))
+    return Extension(
+        session=extension_pb.session,
+        base=extension_pb.base,
+        parents=parents,
+        tokens=_tokens("tokens", extension_pb.tokens, limits),
+        confidences=confidences,
+        is_exhausted=extension_pb.is_exhausted,
+        drafter=extension_pb.drafter,
+        draft_step=extension_pb.draft_step,
+        draft_step_ms=extension_pb.draft_step_ms,
+        draft_share_ms=extension_pb.draft_share_ms,
+    )
+
+
+def commit_to_pb(commit: Commit) -> worker_pb2.Commit:
+    return worker_pb2.Commit(
+        session=commit.session,
+        round=commit.round,
+        base=commit.base,
+        tokens=commit.tokens,
+        origins=map(ORIGINS.to_pb, commit.origins),
+        next_budget=commit.next_budget,
+        finish_reason=FINISH_REASONS.to_pb(commit.finish_reason) if commit.finish_reason else 0,
+        verified_draft_steps=commit.verified_draft_steps,
+        stats=worker_pb2.RoundStats(**_values(commit.stats)),
+    )
+
+
+def commit_from_pb(commit_pb: worker_pb2.Commit, limits: Limits) -> Commit:
+    """Checked: one origin a token, ids in the vocabulary, within the context."""
+    if len(commit_pb.origins) != len(commit_pb.tokens):
+        raise InvalidRequestError(f"{len(commit_pb.tokens)} tokens have {len(commit_pb.origins)} origins")
+    if commit_pb.base + len(commit_pb.tokens) > limits.max_context:
+        raise InvalidRequestError(f"tokens end after the context of {limits.max_context}")
+    return Commit(
+        session=commit_pb.session,
+        round=commit_pb.round,
+        base=commit_pb.base,
+        tokens=_tokens("tokens", commit_pb.tokens, limits),
+        origins=tuple(map(ORIGINS.from_pb, commit_pb.origins)),
+        next_budget=commit_pb.next_budget,
+        finish_reason=FINISH_REASONS.from_pb(commit_pb.finish_reason) if commit_pb.finish_reason else None,
+        verified_draft_steps=tuple(commit_pb.verified_draft_steps),
+        stats=stats_from_pb(commit_pb.stats),
+    )
+
+
+def stats_from_pb(stats_pb: worker_pb2.RoundStats) -> RoundStats:
+    _check_durations(stats_pb, ("exposed_ms", "step_ms", "gap_ms"))
+    return RoundStats(**{name: getattr(stats_pb, name) for name in _names(RoundStats)})
+
+
+def failed_to_pb(failed: Failed) -> worker_pb2.Failed:
+    return worker_pb2.Failed(
+        session=failed.session,
+        code=ERROR_CODES.to_pb(failed.code),
+        message=failed.message[:MAX_TEXT_LENGTH],
+        is_retryable=failed.is_retryable,
+    )
+
+
+def failed_from_pb(failed_pb: worker_pb2.Failed, _: Limits) -> Failed:
+    return Failed(
+        session=failed_pb.session,
+        code=ERROR_CODES.from_pb(failed_pb.code),
+        message=failed_pb.message[:MAX_TEXT_LENGTH],
+        is_retryable=failed_pb.is_retryable,
+    )
+
+
+# Checks
+
+
+def _tokens(name: str, ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    if len(ids) > limits.max_context:
+        raise InvalidRequestError(f"{name}: {len(ids)} ids are more than the context of {limits.max_context}")
+    largest = max(ids, default=0)
+    if largest >= limits.vocab_size:
+        raise InvalidRequestError(f"{name}: id {largest} is not below {limits.vocab_size}, the size of the vocabulary")
+    return tuple(ids)
+
+
+def _check_length(name: str, text: str) -> None:
+    if len(text) > MAX_NAME_LENGTH:
+        raise InvalidRequestError(f"{name} has {len(text)} characters, more than {MAX_NAME_LENGTH}")
+
+
+def _check_durations(message_pb: Any, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(message_pb, name)
+        if not 0.0 <= value < math.inf:
+            raise InvalidRequestError(f"{name} is {value}")
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _values(message: Any) -> dict[str, Any]:
+    """Fields by name, for messages whose fields are the same on the wire."""
+    return {name: getattr(message, name) for name in _names(type(message))}
