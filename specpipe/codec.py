@@ -11,10 +11,9 @@ a message that is wrong becomes a Rejection, and the others are delivered.
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from specpipe.errors import ErrorCode, InvalidRequestError
@@ -144,12 +143,7 @@ def heartbeat_to_pb(heartbeat: Heartbeat) -> worker_pb2.Heartbeat:
 
 
 def heartbeat_from_pb(heartbeat_pb: worker_pb2.Heartbeat) -> Heartbeat:
-    return Heartbeat(
-        step=heartbeat_pb.step,
-        step_running_ms=heartbeat_pb.step_running_ms,
-        num_sessions=heartbeat_pb.num_sessions,
-        num_free_slots=heartbeat_pb.num_free_slots,
-    )
+    return Heartbeat(**_values(heartbeat_pb, Heartbeat))
 
 
 # Batches
@@ -250,14 +244,7 @@ def sampling_from_pb(sampling_pb: common_pb2.ResolvedSampling) -> SamplingParams
             raise InvalidRequestError(f"{name} is {value}")
     if sampling_pb.top_p == 0.0:
         raise InvalidRequestError("top_p is 0")
-    return SamplingParams(
-        temperature=sampling_pb.temperature,
-        top_p=sampling_pb.top_p,
-        top_k=sampling_pb.top_k,
-        min_p=sampling_pb.min_p,
-        seed=sampling_pb.seed,
-        choice=sampling_pb.choice,
-    )
+    return SamplingParams(**_values(sampling_pb, SamplingParams))
 
 
 def stops_from_pb(stops_pb: common_pb2.StopRules, limits: Limits) -> StopRules:
@@ -332,7 +319,9 @@ def commit_to_pb(commit: Commit) -> worker_pb2.Commit:
         tokens=commit.tokens,
         origins=map(ORIGINS.to_pb, commit.origins),
         next_budget=commit.next_budget,
-        finish_reason=FINISH_REASONS.to_pb(commit.finish_reason) if commit.finish_reason else 0,
+        finish_reason=(
+            FINISH_REASONS.to_pb(commit.finish_reason) if commit.finish_reason else common_pb2.FINISH_REASON_UNSPECIFIED
+        ),
         verified_draft_steps=commit.verified_draft_steps,
         stats=worker_pb2.RoundStats(**_values(commit.stats)),
     )
@@ -359,7 +348,7 @@ def commit_from_pb(commit_pb: worker_pb2.Commit, limits: Limits) -> Commit:
 
 def stats_from_pb(stats_pb: worker_pb2.RoundStats) -> RoundStats:
     _check_durations(stats_pb, ("exposed_ms", "step_ms", "gap_ms"))
-    return RoundStats(**{name: getattr(stats_pb, name) for name in _names(RoundStats)})
+    return RoundStats(**_values(stats_pb, RoundStats))
 
 
 def failed_to_pb(failed: Failed) -> worker_pb2.Failed:
@@ -404,11 +393,6 @@ def _check_durations(message_pb: Any, names: Iterable[str]) -> None:
             raise InvalidRequestError(f"{name} is {value}")
 
 
-@functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
-
-
-def _values(message: Any) -> dict[str, Any]:
-    """Fields by name, for messages whose fields are the same on the wire."""
-    return {name: getattr(message, name) for name in _names(type(message))}
+def _values(message: Any, kind: Any = None) -> dict[str, Any]:
+    """Fields by name, for messages whose fields are the same in types (`kind`, if `message` is not one) and wire."""
+    return {name: getattr(message, name) for name in (kind or message).__slots__}

@@ -1,0 +1,301 @@
+"""What every gRPC server and channel of specpipe has in common.
+
+Owns: sizes, keepalive and limits (one set of numbers for both sides), health, reflection, the port, and the mapping
+between errors and statuses. Must not know: what a service does.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from specpipe.config import ServerConfig
+from specpipe.errors import ERROR_BY_CODE, CapacityError, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
+
+logger = logging.getLogger(__name__)
+
+Options = list[tuple[str, Any]]
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Both sides, both directions. A batch is far below it (see specpipe.link); a prompt of 200 KB is well within."""
+KEEPALIVE_TIME_MS = 20_000
+"""A silent connection is pinged this often, with calls or without."""
+KEEPALIVE_TIMEOUT_MS = 10_000
+MIN_PING_INTERVAL_MS = 10_000
+"""What a peer may do at most; smaller than KEEPALIVE_TIME_MS so that nobody is dropped for pings."""
+MAX_CONCURRENT_STREAMS = 4096
+"""Calls on one connection, an HTTP/2 setting; more wait in the client."""
+
+_SHARED_OPTIONS: Options = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def server_options() -> Options:
+    return [
+        *_SHARED_OPTIONS,
+        ("grpc.so_reuseport", 0),  # a second server on the port fails instead of taking half the calls
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+    ]
+
+
+def channel_options() -> Options:
+    return [
+        *_SHARED_OPTIONS,
+        ("grpc.enable_http_proxy", 0),  # proxy variables are for the web, not for calls between our processes
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 5_000),
+    ]
+
+
+def create_channel(address: str) -> grpc.aio.Channel:
+    """A channel inside the cluster: no TLS, no proxy, the numbers that servers expect."""
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+class Server:
+    """A grpc.aio server with health and reflection. Made by `create_server`, inside the event loop."""
+
+    def __init__(self, grpc_server: grpc.aio.Server, address: str, service_names: Sequence[str]) -> None:
+        self.grpc_server = grpc_server
+        """Where services are added, before `start`."""
+        self.address = address
+        """HOST:PORT, with the port that was taken."""
+        self.is_serving = False
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._service_names = tuple(service_names)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, grpc_server)
+        known = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(known, grpc_server)
+
+    async def start(self) -> None:
+        """Answer calls. Health says NOT_SERVING until `set_serving(True)`."""
+        await self._report(False)
+        await self.grpc_server.start()
+
+    async def set_serving(self, is_serving: bool) -> None:
+        if is_serving != self.is_serving:
+            logger.info("%s is %s", self.address, "serving" if is_serving else "not serving")
+            await self._report(is_serving)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new calls, let running ones end for `grace_s`, then cancel them."""
+        await self._report(False)
+        await self.grpc_server.stop(grace_s)
+
+    async def _report(self, is_serving: bool) -> None:
+        self.is_serving = is_serving
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._service_names):
+            await self._health.set(name, status)
+
+
+def create_server(
+    config: ServerConfig,
+    service_names: Sequence[str],
+    *,
+    max_concurrent_calls: int | None = None,
+) -> Server:
+    """Take the port and prepare a server for services with these full names.
+
+    Add services to `Server.grpc_server`, then `await Server.start()`. More than `max_concurrent_calls` calls at once
+    (health and reflection apart) are refused with RESOURCE_EXHAUSTED. Raises ConfigError if the port cannot be had.
+    """
+    limits = [] if max_concurrent_calls is None else [CallLimitInterceptor(max_concurrent_calls, service_names)]
+    grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor(), *limits], options=server_options())
+    port = _take_port(grpc_server, config.host, config.port)
+    return Server(grpc_server, _join(config.host, port), service_names)
+
+
+def _take_port(grpc_server: grpc.aio.Server, host: str, port: int) -> int:
+    _check_port(host, port)
+    try:
+        return grpc_server.add_insecure_port(_join(host, port))
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {_join(host, port)}: {error}") from None
+
+
+def _check_port(host: str, port: int) -> None:
+    """Try the address with a plain socket first, for a clear sentence: gRPC says only that it failed."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+            trial.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is already in use") from None
+        raise ConfigError(f"cannot listen on {_join(host, port)}: {error.strerror or error}") from None
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# Errors and statuses
+
+
+def status_of(code: ErrorCode) -> grpc.StatusCode:
+    return grpc.StatusCode[code.name]
+
+
+def error_from_status(error: grpc.aio.AioRpcError) -> SpecpipeError:
+    """What a client raises for a status: the error that the server raised, or the nearest one of our tree."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return InvalidRequestError(f"message too large: {details}")
+    known = ERROR_BY_CODE.get(ErrorCode.__members__.get(code.name, ErrorCode.INTERNAL), SpecpipeError)
+    return known(details or code.name)
+
+
+@asynccontextmanager
+async def status_errors() -> AsyncIterator[None]:
+    """Inside, a status that comes back from a call is raised as an error of our tree."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_status(error) from error
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The one error that counts in a (nested) exception group: the first of ours, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    causes = [cause_of(part) for part in error.exceptions]
+    return next((cause for cause in causes if isinstance(cause, SpecpipeError)), causes[0])
+
+
+if TYPE_CHECKING:
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+else:
+    _Interceptor = grpc.aio.ServerInterceptor
+
+Handler = Callable[..., Any]
+Wrapper = Callable[[Handler], Handler]
+
+
+class ErrorInterceptor(_Interceptor):
+    """Turns what a handler raises into one terminal status.
+
+    SpecpipeError: its code and message. Anything else: INTERNAL, logged here once, its text not given away.
+    Cancellation and statuses set by `context.abort` pass.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        return _wrapped(handler, functools.partial(_mapping_errors, str(handler_call_details.method)))
+
+
+def _mapping_errors(method: str, handler: Handler) -> Handler:
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            return await handler(request, context)
+        except Exception as error:
+            await _abort(context, method, error)
+
+    async def stream(request: Any, context: Any) -> Any:
+        try:
+            async for response in handler(request, context):
+                yield response
+        except Exception as error:
+            await _abort(context, method, error)
+
+    return stream if inspect.isasyncgenfunction(handler) else answer
+
+
+async def _abort(context: Any, method: str, error: Exception) -> None:
+    cause = cause_of(error)
+    if isinstance(cause, grpc.aio.AbortError):
+        raise cause
+    if isinstance(cause, SpecpipeError):
+        await context.abort(status_of(cause.code), str(cause))
+    logger.error("%s failed", method, exc_info=cause)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+
+
+class CallLimitInterceptor(_Interceptor):
+    """Counts running calls of some services and refuses more than a number of them, without waiting."""
+
+    def __init__(self, max_calls: int, service_names: Sequence[str]) -> None:
+        self._max_calls = max_calls
+        self._prefixes = tuple(f"/{name}/" for name in service_names)
+        self.num_calls = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        is_limited = str(handler_call_details.method).startswith(self._prefixes)
+        return _wrapped(handler, self._limiting) if is_limited else handler
+
+    def _limiting(self, handler: Handler) -> Handler:
+        async def answer(request: Any, context: Any) -> Any:
+            self._enter()
+            try:
+                return await handler(request, context)
+            finally:
+                self.num_calls -= 1
+
+        async def stream(request: Any, context: Any) -> Any:
+            self._enter()
+            try:
+                async for response in handler(request, context):
+                    yield response
+            finally:
+                self.num_calls -= 1
+
+        return stream if inspect.isasyncgenfunction(handler) else answer
+
+    def _enter(self) -> None:
+        if self.num_calls >= self._max_calls:
+            raise CapacityError(f"{self._max_calls} calls are running, which is the limit; try again later")
+        self.num_calls += 1
+
+
+_KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., grpc.RpcMethodHandler[Any, Any]]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+def _wrapped(handler: Any, wrap: Wrapper) -> Any:
+    """The same RPC with its function wrapped. None (an unknown method) and synchronous handlers stay as they are."""
+    if handler is None:
+        return None
+    name, create = _KINDS[handler.request_streaming, handler.response_streaming]
+    function = getattr(handler, name)
+    if not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
+        return handler
+    return create(
+        wrap(function),
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
