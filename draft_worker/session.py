@@ -1,0 +1,355 @@
+"""One session on a draft worker: its committed tokens, their KV slots, and the tree that grows below them.
+
+Owns: what a commit, an expansion or the end of drafting does to tokens, slots and tree. Pure: no clock, no I/O.
+Must not know: torch, gRPC, other sessions, when a step runs.
+
+An *expanded* node has a slot (its K and V are computed) and a fan: the ranked candidates its row gave. Candidates that
+are worth it are nodes of the tree; the others wait in the fan, because a commit may bring their parent near the base.
+The root is expanded exactly when every committed token is computed; until then the tree is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specpipe.calibration import Calibrator
+from specpipe.errors import InvariantError
+from specpipe.sampling.coupled import Chooser
+from specpipe.tree import DraftTree, Node
+from specpipe.types import Extension, Mode, Open
+
+DRAFTER = "model"
+DEFAULT_CHAIN_LENGTH = 4  # K in sync mode when the request names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthRules:
+    """How wide and how deep trees grow. The defaults are measured by benchmarks/draft_growth.py."""
+
+    max_nodes: int = 256  # nodes of one session's tree
+    max_depth: int = 48  # its depth
+    fan: int = 5  # candidates ranked below an expanded node
+    min_reach: float = 0.01  # a node of smaller reach is neither kept (unless first-ranked) nor expanded
+    min_wanted_nodes: int = 64  # a session with fewer nodes always grows
+    wanted_nodes_per_budget: float = 8.0  # times the nodes that the target would verify next: then it has enough
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """The step that made some nodes: what an extension says about it. `share_ms` is one session's, by rows."""
+
+    number: int = 0
+    step_ms: float = 0.0
+    share_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class _ChainTime:
+    """Steps spent on the chain that sync mode is drafting."""
+
+    num_steps: int = 0
+    step_ms: float = 0.0
+    share_ms: float = 0.0
+
+    def add(self, step: DraftStep) -> None:
+        self.num_steps += 1
+        self.step_ms += step.step_ms
+        self.share_ms += step.share_ms
+
+
+class DraftSession:
+    """State of one session; `key` orders sessions by arrival and names them to the model."""
+
+    def __init__(
+        self,
+        opened: Open,
+        *,
+        key: int,
+        link: int,
+        vocab_size: int,
+        max_context: int,
+        rules: GrowthRules,
+        calibrator: Calibrator,
+    ) -> None:
+        """Raises InvalidRequestError when the sampling parameters are refused."""
+        self.id = opened.session
+        self.key = key
+        self.link = link
+        self.tokens = list(opened.tokens)
+        self.slots: list[int] = []  # of computed committed tokens: positions 0 .. len(slots) - 1
+        self.is_finished = False  # the target has ended the answer
+        self.is_paused = False  # its coordinator is silent
+        self.is_parked = False  # had to give its slots to older sessions
+        self.next_budget = 0
+        self._rules = rules
+        self._calibrator = calibrator
+        self._vocab_size = vocab_size
+        self._chooser = Chooser(opened.sampling, vocab_size)
+        self._is_off = opened.speculation.mode is Mode.OFF or not self._knows(opened.tokens)
+        self._chain_length = _chain_length(opened)
+        self._chain_time = _ChainTime()
+        # A drafted node is of use if the target may verify it: its row must not be the answer's last token or beyond.
+        # A node just beyond the draft's own context can be proposed, though not expanded.
+        self._max_position = min(opened.stops.max_length - 2, max_context)
+        self._fans: dict[Node, list[tuple[int, float]]] = {}
+        self._unsent: dict[Node, int] = {}  # new nodes and the step that ranked them
+        self._reported_step = 0  # last step whose share was reported
+        self._answered_base = -1  # base whose last extension (is_exhausted) was sent
+        self.tree = self._create_tree()
+
+    # What it is
+
+    @property
+    def base(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that still have to be computed before the tree can grow."""
+        return self.base - len(self.slots) if self.can_draft else 0
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether nodes below this base could be of use and can be computed."""
+        return not self.stop_reason
+
+    @property
+    def stop_reason(self) -> str:
+        """Why it cannot draft; empty while it can."""
+        if self.is_finished:
+            return "the answer is complete"
+        if self._is_off:
+            return "its tokens are outside the draft's vocabulary, or its mode is off"
+        if self.is_parked:
+            return "its slots went to older sessions"
+        return "" if self.base <= self._max_position else "the end of the answer or of the draft's context is near"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it takes part in steps."""
+        return self.can_draft and not self.is_paused
+
+    @property
+    def is_sync(self) -> bool:
+        return self._chain_length is not None
+
+    def held_slots(self) -> list[int]:
+        """Every slot this session holds, committed ones first."""
+        return self.slots + [node.slot for node in self.tree.nodes() if node.slot is not None]
+
+    # What there is to expand
+
+    def leaves(self) -> Iterator[Node]:
+        """Nodes worth expanding now. Each gets at least one child if it is expanded before the tree changes."""
+        if not self.is_active or self.num_pending or self.max_expansions < 1:
+            return
+        if self._chain_length is not None:
+            leaf = self._chain_end()
+            if leaf.slot is None and leaf.depth < self._chain_length and self._has_room_below(leaf):
+                yield leaf
+        elif self.tree.num_nodes < self._wanted_nodes():
+            for node in self.tree.nodes():
+                if node.slot is None and node.reach >= self._rules.min_reach and self._has_room_below(node):
+                    yield node
+
+    @property
+    def max_expansions(self) -> int:
+        """Nodes that may be expanded in one step so that each can have a child."""
+        return self._rules.max_nodes - self.tree.num_nodes
+
+    # What happens to it
+
+    def expand(self, results: Sequence[tuple[Node, npt.NDArray[np.float32]]], step: DraftStep) -> None:
+        """Rank the candidates below nodes by their rows' logits [vocab] and add those worth it to the tree.
+
+        Each node is the root or has a slot. Raises SpecpipeError when no candidate can be ranked.
+        """
+        fan = 1 if self.is_sync else self._rules.fan
+        for node, logits in results:
+            self._fans[node] = self._chooser.rank(logits, self.base + node.depth, fan)
+            self._add_candidate(node, step.number)
+        for node, _ in results:
+            self._widen(node, step.number)
+
+    def spent(self, step: DraftStep) -> None:
+        """Account a step that had rows of this session."""
+        if self.is_sync:
+            self._chain_time.add(step)
+
+    def commit(self, tokens: Sequence[int]) -> list[int]:
+        """Append final tokens; returns the slots of nodes that are no longer on any path.
+
+        Accepted nodes' slots become slots of committed tokens. Nodes below the last one live on when it was drafted.
+        """
+        self._observe(tokens)
+        advance = self.tree.advance(tokens)
+        self.tokens.extend(tokens)
+        self.slots.extend(node.slot for node in advance.path if node.slot is not None)
+        self._chain_time = _ChainTime()
+        self._is_off = self._is_off or not self._knows(tokens)
+        self._keep_fans(advance.path)
+        for node in self._fans:
+            self._widen(node, self._last_step_of(node))
+        return [node.slot for node in advance.dropped if node.slot is not None]
+
+    def reset(self) -> list[int]:
+        """Forget all that was computed (tokens stay); returns every slot held."""
+        slots = self.held_slots()
+        self.slots = []
+        self._fans.clear()
+        self._unsent.clear()
+        self.tree = self._create_tree()
+        return slots
+
+    def resend(self) -> None:
+        """Everything below the base is to be sent again: the receiver may have lost messages."""
+        self._unsent = {node: node.draft_step for node in self.tree.nodes()}
+        self._answered_base = -1
+
+    def take_extension(self, step: DraftStep) -> Extension | None:
+        """What the target does not know yet, if it is time to say it; `step` is the last one with rows of this session.
+
+        In sync mode that is the whole chain, once per base. A session that cannot draft says so once per base.
+        """
+        if not self.can_draft:
+            return self._last_extension(step, []) if self._answered_base != self.base else None
+        if self.is_sync:
+            return self._take_chain(step)
+        unsent, self._unsent = self._unsent, {}
+        if not unsent:
+            return None
+        share_ms = step.share_ms if step.number > self._reported_step else 0.0
+        self._reported_step = step.number
+        return self.tree.extension_of(
+            unsent,
+            session=self.id,
+            drafter=DRAFTER,
+            draft_step=max(unsent.values()),
+            draft_step_ms=step.step_ms,
+            draft_share_ms=share_ms,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantError unless tokens, slots, tree and fans agree."""
+        self.tree.check()
+        _require(self.tree.base == self.base, f"tree at {self.tree.base}, {self.base} committed tokens")
+        _require(len(self.slots) <= self.base, f"{len(self.slots)} slots for {self.base} committed tokens")
+        nodes = list(self.tree.nodes())
+        _require(not nodes or len(self.slots) == self.base, "a tree below a committed token that is not computed")
+        _require(set(self._unsent) <= set(nodes), "an unsent node left the tree")
+        for node in nodes:
+            is_expanded = node.slot is not None
+            _require(is_expanded == (node in self._fans), f"node at depth {node.depth}: slot and fan disagree")
+            _require(is_expanded or not node.children, f"node at depth {node.depth} has children but no slot")
+        _require(set(self._fans) <= {self.tree.root, *nodes}, "a fan of a node that left the tree")
+
+    # Helpers
+
+    def _create_tree(self) -> DraftTree:
+        rules = self._rules
+        return DraftTree(
+            base=self.base,
+            max_nodes=rules.max_nodes,
+            max_depth=rules.max_depth,
+            estimate=self._calibrator.estimate,
+        )
+
+    def _knows(self, tokens: Sequence[int]) -> bool:
+        return all(token < self._vocab_size for token in tokens)
+
+    def _wanted_nodes(self) -> int:
+        rules = self._rules
+        wanted = int(self.next_budget * rules.wanted_nodes_per_budget)
+        return min(max(wanted, rules.min_wanted_nodes), rules.max_nodes)
+
+    def _has_room_below(self, node: Node) -> bool:
+        """Whether a child of `node` is within the tree, the answer and the draft's context."""
+        return node.depth < self._rules.max_depth and self.base + node.depth <= self._max_position
+
+    def _chain_end(self) -> Node:
+        node = self.tree.root
+        while node.children:
+            node = next(iter(node.children.values()))
+        return node
+
+    def _add_candidate(self, node: Node, step: int) -> bool:
+        """Turn the next candidate of `node` into a node. False: the tree is full."""
+        token, confidence = self._fans[node][len(node.children)]
+        child = self.tree.add_child(node, token, confidence, drafter=DRAFTER, draft_step=step)
+        if child is not None:
+            self._unsent[child] = step
+        return child is not None
+
+    def _widen(self, node: Node, step: int) -> None:
+        """Add the candidates of `node` that are worth it."""
+        for rank, (_, confidence) in enumerate(self._fans[node]):
+            if rank >= len(node.children) and not (
+                self._is_worth(node, rank, confidence) and self._add_candidate(node, step)
+            ):
+                return
+
+    def _is_worth(self, parent: Node, rank: int, confidence: float) -> bool:
+        estimate = self._calibrator.estimate(rank, parent.depth + 1, confidence, DRAFTER)
+        return parent.reach * estimate >= self._rules.min_reach
+
+    def _last_step_of(self, node: Node) -> int:
+        return max((child.draft_step for child in node.children.values()), default=0)
+
+    def _observe(self, tokens: Sequence[int]) -> None:
+        """Tell the calibrator which children of the walked nodes were the target's choices."""
+        node = self.tree.root
+        for token in tokens:
+            for child in node.children.values():
+                is_choice = child.token == token
+                self._calibrator.observe(child.rank, child.depth, child.confidence, DRAFTER, is_choice)
+            if token not in node.children:
+                return
+            node = node.children[token]
+
+    def _keep_fans(self, path: Sequence[Node]) -> None:
+        """Drop fans and unsent marks of nodes that left the tree; the last accepted node's fan is the new root's."""
+        root = self.tree.root
+        alive = set(self.tree.nodes())
+        root_fan = self._fans.get(path[-1]) if path and len(self.slots) == self.base else None
+        self._fans = {node: fan for node, fan in self._fans.items() if node in alive}
+        self._unsent = {node: step for node, step in self._unsent.items() if node in alive}
+        if root_fan is not None:
+            self._fans[root] = root_fan
+
+    def _take_chain(self, step: DraftStep) -> Extension | None:
+        if self.num_pending or self._answered_base == self.base or next(self.leaves(), None) is not None:
+            return None
+        if self.is_paused:
+            return None
+        chain = sorted(self.tree.nodes(), key=lambda node: node.depth)[: self._chain_length]
+        return self._last_extension(step, chain)
+
+    def _last_extension(self, step: DraftStep, nodes: Sequence[Node]) -> Extension:
+        self._answered_base = self.base
+        self._unsent.clear()
+        time = self._chain_time
+        return self.tree.extension_of(
+            nodes,
+            session=self.id,
+            is_exhausted=True,
+            drafter=DRAFTER,
+            draft_step=step.number,
+            draft_step_ms=time.step_ms / max(time.num_steps, 1),
+            draft_share_ms=time.share_ms,
+        )
+
+
+def _chain_length(opened: Open) -> int | None:
+    """K in sync mode, None in others."""
+    if opened.speculation.mode is not Mode.SYNC:
+        return None
+    return opened.speculation.num_speculative_tokens or DEFAULT_CHAIN_LENGTH
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvariantError(message)

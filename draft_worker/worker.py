@@ -1,0 +1,318 @@
+"""The model thread of a draft worker: messages in, one step at a time, extensions out.
+
+Owns: sessions, KV slots, the order "receive all, plan, compute, push". Called on one thread only, except `heartbeat`.
+Must not know: gRPC, asyncio, torch. It never waits: `run_once` says when it wants to be called again.
+
+A draft worker's word is a hint, so nothing here can change an answer; what goes wrong in one session ends that session
+and no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from draft_worker.scheduler import SessionWork, StepRules, is_starved, layout_rows, newest_holder, plan_step
+from draft_worker.session import DraftSession, DraftStep, GrowthRules
+from specpipe.calibration import Calibrator
+from specpipe.config import DraftWorkerConfig
+from specpipe.engine.interface import StepBatch, StepModel
+from specpipe.engine.slots import SlotPool
+from specpipe.errors import CapacityError, DuplicateRequestError, InvalidRequestError, SpecpipeError, StaleBaseError
+from specpipe.types import (
+    Close,
+    Closed,
+    Commit,
+    Failed,
+    Heartbeat,
+    NeedTokens,
+    Open,
+    Rule,
+    SessionMessage,
+)
+
+Send = Callable[[int, SessionMessage], None]
+Logits = npt.NDArray[np.float32]
+
+ADMISSION_MARGIN = 64  # slots left for a session's tree and growth when it is admitted or taken up again
+MAX_REMEMBERED_FAILURES = 1024  # per worker: a Close that crosses Failed is answered once
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the heartbeat reports; replaced whole, so that another thread reads one moment."""
+
+    step: int = 0
+    started_s: float | None = None  # None: no step runs
+    num_sessions: int = 0
+    num_free_slots: int = 0
+
+
+class DraftLoop:
+    """Drafts for all sessions of this worker. A `StepLoop` of specpipe.model_thread."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        config: DraftWorkerConfig,
+        send: Send,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        growth: GrowthRules | None = None,
+        steps: StepRules | None = None,
+    ) -> None:
+        """`growth` and `steps` default to the measured rules within the bounds of `config`."""
+        self._model = model
+        self._send = send
+        self._clock = clock
+        self._growth = growth or GrowthRules(max_nodes=config.max_nodes, max_depth=config.max_depth)
+        self._steps = replace(steps or StepRules(), max_rows=config.engine.max_batch_tokens)
+        self._max_sessions = config.engine.max_sessions
+        self._max_context = min(model.info.max_context, config.engine.max_context or model.info.max_context)
+        self._calibrator = Calibrator()
+        self._pool = SlotPool(model.num_slots)
+        self._sessions: dict[tuple[int, int], DraftSession] = {}  # by (link, session id), in order of arrival
+        self._failed: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._paused_links: set[int] = set()
+        self._num_opened = 0
+        self._last_steps: dict[int, DraftStep] = {}  # by session key
+        self._progress = _Progress(num_free_slots=self._pool.num_free)
+
+    # StepLoop
+
+    def receive(self, link: int, message: SessionMessage) -> None:
+        """Apply one message. Never raises for what a peer said: the session it names fails, or nothing happens."""
+        if isinstance(message, Open):
+            self._open(link, message)
+        elif isinstance(message, Close):
+            self._close(link, message)
+        elif (session := self._sessions.get((link, message.session))) is not None:
+            if isinstance(message, Commit):
+                self._commit(session, message)
+            elif isinstance(message, NeedTokens):
+                session.resend()  # the coordinator lost messages; what it needs of a draft worker is the tree
+            elif isinstance(message, Failed):
+                self._remove(session)
+        self._report()
+
+    def link_lost(self, link: int) -> None:
+        """End all sessions of a stream that is gone."""
+        for session in [session for session in self._sessions.values() if session.link == link]:
+            self._remove(session)
+        self._paused_links.discard(link)
+        self._failed = OrderedDict((key, None) for key in self._failed if key[0] != link)
+        self._report()
+
+    def link_paused(self, link: int, is_paused: bool) -> None:
+        """Stop or resume drafting for a stream whose other end is silent."""
+        (self._paused_links.add if is_paused else self._paused_links.discard)(link)
+        for session in self._sessions.values():
+            if session.link == link:
+                session.is_paused = is_paused
+
+    def run_once(self) -> float | None:
+        """One step if there is work: 0.0 (call again at once). None: nothing to do until a message comes."""
+        self._take_up_parked()
+        plan = self._plan()
+        if plan:
+            self._run_step(plan)
+        self._push()
+        self._report()
+        return 0.0 if plan else None
+
+    def heartbeat(self) -> Heartbeat:
+        """What the thread does now. May be called from any thread."""
+        progress = self._progress
+        running_ms = 0.0 if progress.started_s is None else (self._clock() - progress.started_s) * 1e3
+        return Heartbeat(
+            step=progress.step,
+            step_running_ms=max(running_ms, 0.0),
+            num_sessions=progress.num_sessions,
+            num_free_slots=progress.num_free_slots,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantError unless every session is sound and free + referenced slots = all."""
+        for session in self._sessions.values():
+            session.check()
+        self._pool.check(slot for session in self._sessions.values() for slot in session.held_slots())
+
+    # Messages
+
+    def _open(self, link: int, opened: Open) -> None:
+        try:
+            session = self._admit(link, opened)
+        except DuplicateRequestError as error:  # the session that is there goes on: no Closed
+            self._send(link, _failure(opened.session, error))
+        except SpecpipeError as error:
+            logger.info("session %d is refused: %s", opened.session, error)
+            self._send(link, _failure(opened.session, error))
+            self._send(link, Closed(session=opened.session, length=len(opened.tokens)))
+            self._remember_failure((link, opened.session))
+        else:
+            self._sessions[link, opened.session] = session
+
+    def _admit(self, link: int, opened: Open) -> DraftSession:
+        """Raises SpecpipeError if the session cannot be taken."""
+        if (link, opened.session) in self._sessions:
+            raise DuplicateRequestError(f"session {opened.session} is open on this draft worker")
+        if not opened.tokens:
+            raise InvalidRequestError(f"session {opened.session} has no tokens")
+        if opened.speculation.rule is not Rule.COUPLED:
+            raise InvalidRequestError(f"rule {opened.speculation.rule.value} is not available yet")
+        if len(self._sessions) >= self._max_sessions:
+            raise CapacityError(f"this draft worker has {self._max_sessions} sessions, its limit")
+        session = DraftSession(
+            opened,
+            key=self._num_opened + 1,
+            link=link,
+            vocab_size=self._model.info.vocab_size,
+            max_context=self._max_context,
+            rules=self._growth,
+            calibrator=self._calibrator,
+        )
+        if not self._has_room_for(session):
+            raise CapacityError(f"session {opened.session} needs {session.base} KV slots on the draft worker")
+        self._num_opened = session.key
+        session.is_paused = link in self._paused_links
+        return session
+
+    def _has_room_for(self, session: DraftSession) -> bool:
+        promised = sum(other.num_pending for other in self._sessions.values() if other is not session)
+        needed = session.num_pending + ADMISSION_MARGIN if session.can_draft else 0
+        return self._pool.can_allocate(promised + needed) or needed == 0
+
+    def _close(self, link: int, close: Close) -> None:
+        """Answered by Closed, also for a session that never arrived; not again for one that failed here."""
+        key = (link, close.session)
+        session = self._sessions.get(key)
+        if session is not None:
+            self._remove(session)
+        if session is not None or key not in self._failed:
+            self._send(link, Closed(session=close.session, length=0 if session is None else session.base))
+        self._failed.pop(key, None)
+
+    def _commit(self, session: DraftSession, commit: Commit) -> None:
+        """Apply what is new in a commit; ask for what is missing; fail the session where the two texts differ."""
+        if commit.base > session.base:
+            self._send(session.link, NeedTokens(session=session.id, have=session.base))
+            return
+        overlap = session.tokens[commit.base : commit.base + len(commit.tokens)]
+        if tuple(overlap) != commit.tokens[: len(overlap)]:
+            self._fail(session, StaleBaseError(session.id, session.base, commit.base))
+            return
+        session.next_budget = commit.next_budget
+        if new := commit.tokens[len(overlap) :]:
+            self._pool.release(session.commit(new))
+        session.is_finished = session.is_finished or commit.finish_reason is not None
+        if not session.can_draft:
+            self._stop(session)
+
+    def _stop(self, session: DraftSession) -> None:
+        """Give back the slots of a session that cannot be drafted (any more)."""
+        if slots := session.reset():
+            self._pool.release(slots)
+            logger.info("drafting of session %d ends at %d tokens: %s", session.id, session.base, session.stop_reason)
+
+    def _fail(self, session: DraftSession, error: SpecpipeError, *, is_retryable: bool | None = None) -> None:
+        logger.warning("session %d fails: %s", session.id, error)
+        self._remove(session)
+        self._send(session.link, _failure(session.id, error, is_retryable))
+        self._send(session.link, Closed(session=session.id, length=session.base))
+        self._remember_failure((session.link, session.id))
+
+    def _remember_failure(self, key: tuple[int, int]) -> None:
+        self._failed[key] = None
+        if len(self._failed) > MAX_REMEMBERED_FAILURES:
+            self._failed.popitem(last=False)
+
+    def _remove(self, session: DraftSession) -> None:
+        self._pool.release(session.reset())
+        self._last_steps.pop(session.key, None)
+        del self._sessions[session.link, session.id]
+
+    # Steps
+
+    def _plan(self) -> list[SessionWork]:
+        """Work for a step. While committed tokens wait for slots that nobody gives back, the newest holder parks."""
+        while True:
+            sessions = self._sessions.values()
+            if plan := plan_step(sessions, self._steps, num_free_slots=self._pool.num_free):
+                return plan
+            holder = newest_holder(sessions)
+            if holder is None or not is_starved(sessions, num_free_slots=self._pool.num_free):
+                return []
+            logger.info("session %d gives its %d KV slots to older ones", holder.id, len(holder.slots))
+            holder.is_parked = True
+            self._pool.release(holder.reset())
+
+    def _take_up_parked(self) -> None:
+        for session in self._sessions.values():
+            if session.is_parked:
+                session.is_parked = False
+                session.is_parked = not self._has_room_for(session)
+
+    def _run_step(self, plan: list[SessionWork]) -> None:
+        new_slots = [self._allocate(work) for work in plan]
+        batch = StepBatch(sessions=[layout_rows(work, slots) for work, slots in zip(plan, new_slots, strict=True)])
+        number = self._progress.step + 1
+        started_s = self._clock()
+        self._progress = replace(self._progress, step=number, started_s=started_s)
+        logits = iter(self._model.forward(batch))
+        step_ms = (self._clock() - started_s) * 1e3
+        self._progress = replace(self._progress, started_s=None)
+        for work, rows, slots in zip(plan, batch.sessions, new_slots, strict=True):
+            work.session.slots.extend(slots)
+            share_ms = step_ms * len(rows.tokens) / batch.num_rows
+            self._apply(work, logits, DraftStep(number, step_ms, share_ms))
+
+    def _allocate(self, work: SessionWork) -> list[int]:
+        """Slots of the committed rows; nodes get theirs."""
+        for node in work.nodes:
+            (node.slot,) = self._pool.allocate(1)
+        return self._pool.allocate(work.num_committed)
+
+    def _apply(self, work: SessionWork, logits: Iterator[Logits], step: DraftStep) -> None:
+        """Take one session's results: exactly its rows of `logits`, whatever becomes of the session."""
+        session = work.session
+        expanded = [session.tree.root] if work.reaches_root else []
+        results = [(node, next(logits)) for node in expanded + work.nodes]
+        self._last_steps[session.key] = step
+        if any(np.isnan(row).any() for _, row in results):
+            self._model.clear_slots(session.held_slots())
+            self._fail(session, SpecpipeError("the draft model gave NaN for this session"), is_retryable=False)
+            return
+        if results:
+            session.spent(step)
+        try:
+            session.expand(results, step)
+        except SpecpipeError as error:
+            self._fail(session, error, is_retryable=False)
+
+    def _push(self) -> None:
+        for session in self._sessions.values():
+            if session.is_finished:
+                continue
+            extension = session.take_extension(self._last_steps.get(session.key, DraftStep()))
+            if extension is not None:
+                self._send(session.link, extension)
+
+    def _report(self) -> None:
+        self._progress = replace(self._progress, num_sessions=len(self._sessions), num_free_slots=self._pool.num_free)
+
+
+def _failure(session: int, error: SpecpipeError, is_retryable: bool | None = None) -> Failed:
+    return Failed(
+        session=session,
+        code=error.code,
+        message=str(error),
+        is_retryable=error.is_retryable if is_retryable is None else is_retryable,
+    )
