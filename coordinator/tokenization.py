@@ -1,0 +1,267 @@
+"""Text to token ids and back, as the target model's tokenizer does it, in a process without torch.
+
+Owns: loading a tokenizer, encoding prompts and chats, the choice of an incremental decoder, what can be told about a
+prompt from its bytes alone. Must not know: requests, workers, protobuf.
+
+Tokenizers are loaded by transformers' `AutoTokenizer`, so ids and text are its by construction. Importing that class
+imports torch where torch is installed; `hide_torch` keeps it out of a process that is a coordinator and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from coordinator.detokenizer import (
+    AnswerText,
+    ByteFallbackDecoder,
+    ByteLevelDecoder,
+    Detokenizer,
+    MetaspaceDecoder,
+    PieceDecoder,
+    SpacedDecoder,
+    StripDecoder,
+    WindowDecoder,
+    create_byte_table,
+)
+from specpipe.errors import ConfigError, InvalidRequestError
+
+T = TypeVar("T")
+Chat = Sequence[Mapping[str, str]]  # role and content of each message
+
+NUM_CHECKED_TOKENS = 2000  # random tokens on which an incremental decoder must agree with the tokenizer
+UNDECIDED = sys.maxsize
+
+# Normalizers that never make a text shorter, and by how much others can: NFC composes at most three code points.
+SHRINK_BY_NORMALIZER = {"Prepend": 1, "ByteLevel": 1, "NFD": 1, "NFC": 3}
+
+
+def hide_torch() -> None:
+    """Make transformers believe, for the life of this process, that torch is not installed.
+
+    To be called before transformers is imported, by a process that never wants a model. Does nothing where torch or
+    transformers is loaded already: there it would come too late, or break its neighbours.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would recommend to install torch
+    with _absent("torch"):
+        from transformers import AutoTokenizer  # noqa: F401
+        from transformers.utils import chat_template_utils, is_torch_available  # noqa: F401
+
+        is_torch_available()  # remembered by transformers from here on
+
+
+@contextmanager
+def _absent(module: str) -> Iterator[None]:
+    """While open, `import module` fails and `find_spec(module)` is None (None in sys.modules means just that)."""
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
+class Tokenization:
+    """A loaded tokenizer. Blocking; `TokenizerThread` is its face for coroutines."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        """`tokenizer`: a PreTrainedTokenizerFast."""
+        self.name = name
+        self.tokenizer = tokenizer
+        self.num_tokens: int = len(tokenizer)  # ids are 0 .. num_tokens - 1
+        self.max_bytes_per_token = _bound_bytes_per_token(tokenizer)  # of text; UNDECIDED where bytes say nothing
+        self._special_ids = _special_ids(tokenizer)
+        self.create_decoder = self._choose_decoder()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special tokens that the tokenizer adds by itself."""
+        return list(self.tokenizer(text, verbose=False)["input_ids"])
+
+    def encode_chat(self, messages: Chat) -> list[int]:
+        """Ids of a conversation rendered by the model's own template, up to where the assistant's answer begins.
+
+        Raises InvalidRequestError if there is no template, or the template refuses the messages.
+        """
+        text = self.render_chat(messages)
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def render_chat(self, messages: Chat) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError) as error:
+            raise InvalidRequestError(f"chat: the template of {self.name} cannot render this: {error}") from error
+        return str(rendered)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def create_detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._token_of, self.create_decoder())
+
+    def create_answer(self, stops: Sequence[str] = ()) -> AnswerText:
+        return AnswerText(self.create_detokenizer(), stops)
+
+    def least_tokens(self, num_bytes: int) -> int:
+        """No prompt of so many bytes has fewer tokens than this."""
+        return -(-num_bytes // self.max_bytes_per_token)
+
+    def vocabulary(self) -> dict[str, int]:
+        return dict(self.tokenizer.get_vocab())
+
+    def _token_of(self, token_id: int) -> str | None:
+        if token_id in self._special_ids:
+            return None
+        token: str | None = self.tokenizer.backend_tokenizer.id_to_token(token_id)
+        return token
+
+    def _choose_decoder(self) -> Callable[[], PieceDecoder]:
+        """An exact decoder for this tokenizer if there is one and it agrees on random tokens, else a window."""
+        exact = exact_decoder(_decoder_spec(self.tokenizer))
+        if exact is not None and self._agrees(exact):
+            return exact
+        backend = self.tokenizer.backend_tokenizer
+        decode = backend.decoder.decode if backend.decoder is not None else " ".join
+        return lambda: WindowDecoder(decode)
+
+    def _agrees(self, create: Callable[[], PieceDecoder]) -> bool:
+        draw = random.Random(0)
+        ids = [draw.randrange(self.num_tokens) for _ in range(min(NUM_CHECKED_TOKENS, 4 * self.num_tokens))]
+        detokenizer = Detokenizer(self._token_of, create())
+        return "".join(map(detokenizer.push, ids)) + detokenizer.pending() == self.decode(ids)
+
+
+def load_tokenization(name: str) -> Tokenization:
+    """The tokenizer of a local folder or hub name. Raises ConfigError if there is none. Takes a second or two."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"no tokenizer could be loaded from {name!r}: {first_line}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ConfigError(f"the tokenizer of {name!r} has no fast (tokenizer.json) form")
+    return Tokenization(name, tokenizer)
+
+
+class TokenizerThread:
+    """One thread of its own for a tokenizer: it may take long, and is not to be called from two threads at once."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, functools.partial(function, *args))
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def exact_decoder(spec: Mapping[str, Any] | None) -> Callable[[], PieceDecoder] | None:
+    """The incremental twin of a decoder of the `tokenizers` library, given as its JSON. None: there is none."""
+    if spec is None:
+        return SpacedDecoder
+    if spec["type"] == "ByteLevel":
+        return ByteLevelDecoder
+    if spec["type"] == "Metaspace":
+        drops_first = spec.get("prepend_scheme", "always") != "never"
+        return lambda: MetaspaceDecoder(mark=spec["replacement"], drops_first=drops_first)
+    if spec["type"] == "Sequence":
+        return _exact_sequence(spec["decoders"])
+    return None
+
+
+def _exact_sequence(steps: Sequence[Mapping[str, Any]]) -> Callable[[], PieceDecoder] | None:
+    """Replace..., ByteFallback?, Fuse, Strip?: what sentencepiece models are converted to."""
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"] or kinds == ["Metaspace"]:
+        return exact_decoder(steps[0])
+    replacements = [_replacement(step) for step in steps if step["type"] == "Replace"]
+    num_replaced = len(replacements)
+    if None in replacements or kinds[:num_replaced] != ["Replace"] * num_replaced:
+        return None
+    rest = kinds[num_replaced:]
+    if rest not in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"], ["Fuse"], ["Fuse", "Strip"]):
+        return None
+
+    def create() -> PieceDecoder:
+        return ByteFallbackDecoder(
+            replacements=[pair for pair in replacements if pair is not None],
+            has_byte_fallback="ByteFallback" in rest,
+        )
+
+    strip = steps[-1]
+    if strip["type"] != "Strip":
+        return create
+    if strip["stop"]:
+        return None
+    return lambda: StripDecoder(create(), char=strip["content"], num_left=strip["start"])
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
+    pattern = step["pattern"].get("String")
+    return None if pattern is None else (pattern, step["content"])
+
+
+def _decoder_spec(tokenizer: Any) -> dict[str, Any] | None:
+    decoder = tokenizer.backend_tokenizer.decoder
+    spec: dict[str, Any] | None = None if decoder is None else json.loads(decoder.__getstate__())
+    return spec
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids that `skip_special_tokens` leaves out."""
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def _bound_bytes_per_token(tokenizer: Any) -> int:
+    """Most bytes of a prompt that one token can stand for, or UNDECIDED where text may vanish without a token."""
+    backend = tokenizer.backend_tokenizer
+    added = backend.get_added_tokens_decoder().values()
+    shrink = _shrink_by_normalizer(backend.normalizer)
+    vocabulary = tokenizer.get_vocab()
+    if shrink is None or any(token.lstrip or token.rstrip for token in added) or not _is_lossless(backend, vocabulary):
+        return UNDECIDED
+    return shrink * max(len(token.encode()) for token in vocabulary)
+
+
+def _shrink_by_normalizer(normalizer: Any) -> int | None:
+    """How many times shorter a text can become by normalizing. None: without bound."""
+    if normalizer is None:
+        return 1
+    spec = json.loads(normalizer.__getstate__())
+    steps = spec["normalizers"] if spec["type"] == "Sequence" else [spec]
+    factors = [_shrink_by_step(step) for step in steps]
+    return None if None in factors else math.prod(factor for factor in factors if factor is not None)
+
+
+def _shrink_by_step(step: Mapping[str, Any]) -> int | None:
+    if step["type"] == "Replace":
+        return 1 if step["pattern"].get("String") == " " and step["content"] else None
+    return SHRINK_BY_NORMALIZER.get(step["type"])
+
+
+def _is_lossless(backend: Any, vocabulary: Mapping[str, int]) -> bool:
+    """Every byte of a text is in some token: byte-level entries or byte fallback, and nothing removed on the way."""
+    pre_tokenizer = "" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__().decode()
+    if '"Removed"' in pre_tokenizer or '"Whitespace' in pre_tokenizer:
+        return False
+    if '"ByteLevel"' in pre_tokenizer:
+        return all(char in vocabulary for char in create_byte_table())
+    has_fallback = bool(getattr(backend.model, "byte_fallback", False))
+    return has_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))

@@ -1,0 +1,155 @@
+"""Ids and text are AutoTokenizer's; torch stays out; bytes decide only where they may."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import coordinator_tokenizers
+import pytest
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+from coordinator.tokenization import UNDECIDED, TokenizerThread, load_tokenization
+from specpipe.errors import ConfigError, InvalidRequestError
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "specpipe" / "demo" / "models" / "target"
+TEXTS = [
+    "",
+    " ",
+    "\n",
+    "def add(left, right):\n    return left + right",
+    "  Ďáblice 中文 😀👨‍👩‍👧‍👦🇺🇦\u0000\u0301",
+    "<|user|>hello</s> two words <think>",
+]
+TORCH_FREE_PROCESS = """
+import sys
+from coordinator.tokenization import hide_torch, load_tokenization
+hide_torch()
+tokens = load_tokenization(sys.argv[1])
+ids = tokens.encode("def add(left, right):") + tokens.encode_chat([{"role": "user", "content": "Hello"}])
+answer = tokens.create_answer(["stop"])
+assert answer.push(ids).text + answer.finish() == tokens.decode(ids)
+print(*ids)
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "torchgen", "functorch")]
+assert "libtorch" not in open("/proc/self/maps").read()
+"""
+
+
+@pytest.fixture(scope="module", params=coordinator_tokenizers.KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = coordinator_tokenizers.KINDS[request.param]()
+    return coordinator_tokenizers.save_folder(tokenizer, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_equal_auto_tokenizer(folder: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(folder)
+    tokens = load_tokenization(str(folder))
+    assert tokens.encode(text) == reference(text)["input_ids"]
+    assert tokens.decode(tokens.encode(text)) == reference.decode(
+        reference(text)["input_ids"], skip_special_tokens=True
+    )
+
+
+@pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer"])
+def test_a_class_named_by_the_folder_is_honoured(tmp_path: Path, tokenizer_class: str) -> None:
+    from transformers import AutoTokenizer
+
+    is_llama = tokenizer_class.startswith("Llama")
+    tokenizer = coordinator_tokenizers.byte_fallback() if is_llama else coordinator_tokenizers.byte_level()
+    folder = coordinator_tokenizers.save_folder(tokenizer, tmp_path, tokenizer_class=tokenizer_class)
+    reference, tokens = AutoTokenizer.from_pretrained(folder), load_tokenization(str(folder))
+    for text in TEXTS:
+        ids = reference(text)["input_ids"]
+        detokenizer = tokens.create_detokenizer()
+        assert tokens.encode(text) == ids
+        assert "".join(map(detokenizer.push, ids)) + detokenizer.pending() == reference.decode(
+            ids, skip_special_tokens=True
+        )
+
+
+def test_special_tokens_of_the_tokenizer_are_added(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = coordinator_tokenizers.byte_level()
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokens = load_tokenization(str(coordinator_tokenizers.save_folder(tokenizer, tmp_path)))
+    assert tokens.encode("")[0] == tokens.encode("the")[0] == 1
+    chat = tokens.encode_chat([{"role": "user", "content": "Hello"}])
+    assert chat.count(1) == 1, "the template writes the special tokens itself"
+
+
+def test_chat_equals_apply_chat_template() -> None:
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    expected = AutoTokenizer.from_pretrained(DEMO).apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert load_tokenization(str(DEMO)).encode_chat(messages) == expected
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{{ oops", None])
+def test_a_template_that_refuses_is_an_invalid_request(tmp_path: Path, template: str | None) -> None:
+    tokenizer = coordinator_tokenizers.byte_level()
+    tokens = load_tokenization(str(coordinator_tokenizers.save_folder(tokenizer, tmp_path, chat_template=template)))
+    with pytest.raises(InvalidRequestError, match="chat: the template"):
+        tokens.encode_chat([{"role": "user", "content": "Hello"}])
+
+
+def test_a_missing_tokenizer_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+        load_tokenization(str(tmp_path))
+
+
+def test_a_coordinator_process_has_no_torch() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    result = subprocess.run(
+        [sys.executable, "-c", TORCH_FREE_PROCESS, str(DEMO)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    tokens = load_tokenization(str(DEMO))
+    expected = tokens.encode("def add(left, right):") + tokens.encode_chat([{"role": "user", "content": "Hello"}])
+    assert result.stdout.split() == [str(token_id) for token_id in expected]
+    assert result.stderr == ""
+
+
+def test_bytes_bound_tokens_of_byte_level_tokenizers() -> None:
+    tokens = load_tokenization(str(DEMO))
+    for text in [" " * 500, "=" * 500, "def f():\n    pass\n" * 30, "中" * 100]:
+        assert tokens.least_tokens(len(text.encode())) <= len(tokens.encode(text))
+    assert tokens.least_tokens(10**7) > 4096
+
+
+@pytest.mark.parametrize("change", ["strip", "lowercase", "rstrip token", "removing split"])
+def test_bytes_decide_nothing_where_text_may_vanish(tmp_path: Path, change: str) -> None:
+    tokenizer = coordinator_tokenizers.byte_level()
+    if change == "strip":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Strip()])
+    elif change == "lowercase":
+        tokenizer.normalizer = normalizers.Lowercase()
+    elif change == "rstrip token":
+        tokenizer.add_special_tokens([AddedToken("<sep>", rstrip=True)])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
+        )
+    tokens = load_tokenization(str(coordinator_tokenizers.save_folder(tokenizer, tmp_path)))
+    assert tokens.max_bytes_per_token == UNDECIDED
+    assert tokens.least_tokens(10**9) == 1
+
+
+async def test_the_thread_runs_calls_in_order() -> None:
+    thread = TokenizerThread()
+    assert await thread.run(sorted, [3, 1, 2]) == [1, 2, 3]
+    thread.close()
