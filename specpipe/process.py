@@ -1,0 +1,242 @@
+"""The life of one process of the service: how it starts, learns that it must end, and ends.
+
+Owns: signals, the pipe to the parent, the ready line, pinning, thread counts, exit codes. Must not know: what the
+process serves.
+
+A process that was started by another one (`parent_fd`) ends with it: the kernel kills it when the thread that started
+it ends, SIGKILL of the parent included, and end-of-file on `parent_fd` ends it where the kernel does not. NOTE: so the
+starting thread must live as long as its children: start them from the main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+from specpipe.config import ServerConfig
+from specpipe.errors import ConfigError, InvalidRequestError, SpecpipeError
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_INVALID = 2
+EXIT_INTERRUPTED = 130
+ORPHAN_GRACE_S = 2.0
+"""How long an orphan may take to end by itself."""
+
+_PR_SET_PDEATHSIG = 1
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class Lifecycle:
+    """What a process is told from outside. Made by `lifecycle`."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.stop = asyncio.Event()
+        """Asked to end: refuse new work, let running work end for the grace."""
+        self.hurry = asyncio.Event()
+        """Asked again, or the parent is gone: end now."""
+        self.exit_code = 0
+        self._config = config
+
+    def request_stop(self, exit_code: int = 0) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+        self.exit_code = max(self.exit_code, exit_code)
+        self.stop.set()
+
+    def orphan(self) -> None:
+        logger.warning("the parent process is gone")
+        self.hurry.set()
+        self.request_stop()
+
+    def announce(self, address: str) -> None:
+        """Tell the parent that this process serves on `address` (HOST:PORT)."""
+        logger.info("serving on %s", address)
+        fd = self._config.ready_fd
+        if fd is not None:
+            with contextlib.suppress(BrokenPipeError):  # the parent is gone: parent_fd says so too
+                os.write(fd, f"{address}\n".encode())
+            os.close(fd)
+
+    async def unless_stopped(self, work: Awaitable[object]) -> bool:
+        """Await `work`; False as soon as the process is asked to end (the work is then cancelled). Raises its error."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return False
+            await task
+            return True
+        finally:
+            await _cancel(task, stop)
+
+    async def drain(self, work: Awaitable[object]) -> None:
+        """Await `work` for the grace at most, and only until there is a hurry."""
+        task = asyncio.ensure_future(work)
+        hurry = asyncio.ensure_future(self.hurry.wait())
+        try:
+            await asyncio.wait([task, hurry], timeout=self._config.grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                await task
+            else:
+                logger.warning("ending before running work has ended")
+        finally:
+            await _cancel(task, hurry)
+
+
+@asynccontextmanager
+async def lifecycle(config: ServerConfig) -> AsyncIterator[Lifecycle]:
+    """Listen to signals and to the parent while inside. Entered first thing in a service's `serve`."""
+    life = Lifecycle(config)
+    with _signals(life, has_parent=config.parent_fd is not None), _parent_watch(life, config.parent_fd):
+        yield life
+
+
+async def serve_until_stopped(
+    life: Lifecycle,
+    address: str,
+    *,
+    drain: Callable[[], Awaitable[object]],
+    failure: asyncio.Future[None] | None = None,
+) -> int:
+    """Announce `address`, wait until told to end, drain. Returns the exit code; raises what `failure` holds."""
+    life.announce(address)
+    ended = failure if failure is not None else asyncio.get_running_loop().create_future()
+    if await life.unless_stopped(asyncio.shield(ended)):
+        raise SpecpipeError("the service ended by itself")
+    logger.info("asked to end")
+    await life.drain(drain())
+    return life.exit_code
+
+
+def run_process(
+    main: Callable[[], Awaitable[int]],
+    config: ServerConfig,
+    *,
+    core: int | None = None,
+    num_threads: int = 1,
+) -> int:
+    """Run a service's `serve` as the whole of this process and return its exit code.
+
+    Sets thread counts and pins before anything computes, so it is called before torch is imported. An error of ours is
+    logged in one sentence (2 if what was asked is invalid, else 1), any other with its trace (1).
+    """
+    try:
+        set_up_process(core=core, num_threads=num_threads)
+        if config.parent_fd is not None:
+            die_with_parent()
+        code = asyncio.run(_as_coroutine(main))
+    except InvalidRequestError as error:
+        logger.error("%s", error)
+        code = EXIT_INVALID
+    except SpecpipeError as error:
+        logger.error("%s", error)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except Exception:
+        logger.exception("the process failed")
+        code = EXIT_FAILED
+    _leave_if_stuck(code)
+    return code
+
+
+def set_up_process(*, core: int | None, num_threads: int) -> None:
+    """Thread counts and pinning. Raises ConfigError if this process may not use `core`."""
+    for name in _THREAD_VARIABLES:
+        os.environ[name] = str(num_threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    if core is not None:
+        allowed = os.sched_getaffinity(0)
+        if core not in allowed:
+            raise ConfigError(f"core {core} is not one of this process's cores: {sorted(allowed)}")
+        os.sched_setaffinity(0, {core})
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def _as_coroutine(main: Callable[[], Awaitable[int]]) -> int:
+    return await main()
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _leave_if_stuck(code: int) -> None:
+    """Exit at once if a model thread is still inside a step: the interpreter cannot end it in peace."""
+    if any(thread.daemon and thread.name == "model" for thread in threading.enumerate()):
+        logger.warning("leaving while a step still runs")
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+@contextmanager
+def _signals(life: Lifecycle, *, has_parent: bool) -> Iterator[None]:
+    """SIGTERM asks to end. So does SIGINT, unless a parent is there to decide (a terminal sends it to both)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, life.request_stop)
+    if has_parent:
+        loop.add_signal_handler(signal.SIGINT, lambda: None)
+    else:
+        loop.add_signal_handler(signal.SIGINT, life.request_stop, EXIT_INTERRUPTED)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+@contextmanager
+def _parent_watch(life: Lifecycle, parent_fd: int | None) -> Iterator[None]:
+    """A thread that waits for end-of-file on `parent_fd`; it works while the event loop does not."""
+    if parent_fd is None:
+        yield
+        return
+    done_read, done_write = os.pipe()
+    loop = asyncio.get_running_loop()
+    thread = threading.Thread(target=_watch_parent, args=(life, loop, parent_fd, done_read), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(done_write)
+        thread.join()
+        os.close(done_read)
+
+
+def _watch_parent(life: Lifecycle, loop: asyncio.AbstractEventLoop, parent_fd: int, done_fd: int) -> None:
+    while True:
+        ready, _, _ = select.select([parent_fd, done_fd], [], [])
+        if done_fd in ready:
+            return
+        if not os.read(parent_fd, 1024):
+            break
+    loop.call_soon_threadsafe(life.orphan)
+    is_done, _, _ = select.select([done_fd], [], [], ORPHAN_GRACE_S)
+    if not is_done:
+        os._exit(EXIT_FAILED)

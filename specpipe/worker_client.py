@@ -1,0 +1,163 @@
+"""The coordinator's end of a worker stream.
+
+Owns: the dial, the hellos, the stream's tasks, what is refused of what the worker says. Must not know: sessions, pools.
+
+    async with WorkerLink.connect(address, "target", incarnation) as link:
+        link.send(message)
+        async for batch in link: ...
+
+The loop never ends by itself: when the stream does, WorkerUnavailableError says why, and its sessions are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+
+from specpipe import codec
+from specpipe.errors import ErrorCode, ModelMismatchError, SpecpipeError, WorkerUnavailableError
+from specpipe.server import create_channel, error_from_status, status_errors
+from specpipe.types import Batch, Close, Failed, Heartbeat, Hello, SessionMessage
+from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Timing, WorkerStream, read
+
+logger = logging.getLogger(__name__)
+
+MAX_UNREAD_BATCHES = 16
+"""Batches that wait for the owner of a link; beyond it nothing is read and the worker merges what follows."""
+
+
+class WorkerLink:
+    """One stream to one worker. Made by `connect`."""
+
+    def __init__(self, address: str, kind: Kind, call: Any, hello: Hello, timing: Timing) -> None:
+        self.address = address
+        self.hello = hello
+        """The worker's; `hello.model` is set."""
+        self.heartbeat = Heartbeat()
+        """The worker's newest."""
+        self.num_rejected = 0  # malformed messages
+        self._unread: asyncio.Queue[Batch | None] = asyncio.Queue(MAX_UNREAD_BATCHES)  # None: ended, see _error
+        self._error: WorkerUnavailableError | None = None
+        ends = Ends(
+            read=call.read,
+            write=call.write,
+            wrap=WIRES[kind].request,
+            heartbeat=Heartbeat,
+            on_batch=self._receive,
+            on_silence=self._note_silence,
+        )
+        self._stream = WorkerStream(ends, limits=codec.Limits.of(hello.model), timing=timing)
+        self._task = asyncio.create_task(self._run(), name=f"link to {address}")
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, address: str, kind: Kind, incarnation: int, *, timing: Timing | None = None
+    ) -> AsyncIterator[WorkerLink]:
+        """Dial a worker and exchange hellos; the stream ends with the block.
+
+        Raises WorkerUnavailableError if nobody answers in time or the worker is not ready, ModelMismatchError if it
+        speaks another version.
+        """
+        timing = timing or Timing()
+        async with create_channel(address) as channel:
+            call = WIRES[kind].stub(channel).Connect()
+            try:
+                hello = await _greet(call, address, kind, incarnation, timing)
+                link = cls(address, kind, call, hello, timing)
+                try:
+                    yield link
+                finally:
+                    link._task.cancel()
+                    await asyncio.wait([link._task])
+            finally:
+                call.cancel()
+
+    @property
+    def num_holes(self) -> int:
+        """Times that batches were missing: each time, all sessions of the link ask NeedTokens."""
+        return self._stream.inbox.num_holes
+
+    @property
+    def num_dropped_extensions(self) -> int:
+        """Extensions that gave way to newer ones before they were sent."""
+        return self._stream.outbox.num_dropped_extensions
+
+    def send(self, message: SessionMessage) -> None:
+        """Queue a message; it goes at once if the stream can take it, and vanishes if the stream has ended."""
+        if self._stream.outbox.put(message):
+            self._stream.wake()
+
+    def __aiter__(self) -> WorkerLink:
+        return self
+
+    async def __anext__(self) -> Batch:
+        """The next batch; may be cancelled without losing one. Raises WorkerUnavailableError when there are no more."""
+        if self._error is None or not self._unread.empty():
+            batch = await self._unread.get()
+            if batch is not None:
+                return batch
+        assert self._error is not None
+        raise self._error
+
+    async def _run(self) -> None:
+        """There is no good end of a link but leaving its block."""
+        try:
+            await self._stream.run(self._stream.outbox)
+            self._error = WorkerUnavailableError(f"worker {self.address} ended the stream")
+        except SpecpipeError as error:
+            self._error = WorkerUnavailableError(f"worker {self.address}: {error}")
+        except grpc.aio.AioRpcError as error:
+            self._error = WorkerUnavailableError(f"worker {self.address} is gone: {error_from_status(error)}")
+        except Exception:
+            logger.exception("the link to worker %s broke", self.address)
+            self._error = WorkerUnavailableError(f"the link to worker {self.address} broke")
+        await self._unread.put(None)
+
+    async def _receive(self, batch: Batch, rejected: list[codec.Rejection]) -> None:
+        if batch.heartbeat is not None:
+            self.heartbeat = batch.heartbeat
+        if rejected:
+            batch = replace(batch, failures=(*batch.failures, *map(self._reject, rejected)))
+        await self._unread.put(batch)
+
+    def _reject(self, rejection: codec.Rejection) -> Failed:
+        """A session whose worker talks nonsense has failed on that worker; the worker is told to end it."""
+        self.num_rejected += 1
+        logger.warning("worker %s: %s", self.address, rejection.error)
+        self.send(Close(session=rejection.session, reason=str(rejection.error)))
+        return Failed(
+            session=rejection.session, code=ErrorCode.INTERNAL, message=str(rejection.error), is_retryable=True
+        )
+
+    def _note_silence(self, is_silent: bool) -> None:
+        logger.warning("worker %s %s", self.address, "is silent" if is_silent else "speaks again")
+
+
+async def _greet(call: Any, address: str, kind: Kind, incarnation: int, timing: Timing) -> Hello:
+    """The worker's hello, in exchange for ours."""
+    hello = Hello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation)
+    try:
+        async with asyncio.timeout(timing.hello_timeout_s), status_errors():
+            with contextlib.suppress(asyncio.InvalidStateError):  # already ended: the read says why
+                await call.write(WIRES[kind].request(hello=codec.hello_to_pb(hello)))
+            first = await read(call.read)
+    except TimeoutError:
+        raise WorkerUnavailableError(f"worker {address} does not answer") from None
+    if first is END or first.WhichOneof("event") != "hello":
+        raise WorkerUnavailableError(f"worker {address} did not say hello")
+    answer = codec.hello_from_pb(first.hello)
+    if answer.protocol_version != PROTOCOL_VERSION:
+        raise ModelMismatchError(
+            f"worker {address} speaks protocol version {answer.protocol_version}, this coordinator {PROTOCOL_VERSION}"
+        )
+    if answer.model is None:
+        raise WorkerUnavailableError(f"worker {address} did not say what model it has")
+    return answer

@@ -1,0 +1,247 @@
+"""The gRPC side of a worker: DraftService and TargetService before one model thread.
+
+Owns: streams of coordinators (hello, heartbeats, silence), refusal of what is malformed, health, drain. Must not know:
+torch, trees, what a step does: all of that is behind `specpipe.model_thread.StepLoop`.
+
+A stream's sessions live as long as the stream. A malformed message fails its own session (a malformed Extension, being
+a hint, is dropped and counted); only a peer that breaks the protocol itself loses its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from specpipe import codec
+from specpipe.config import ServerConfig
+from specpipe.errors import ErrorCode, InvalidRequestError, ModelMismatchError, WorkerUnavailableError
+from specpipe.link import messages_of
+from specpipe.model_thread import ModelThread, Send, StepLoop
+from specpipe.process import Lifecycle, lifecycle, serve_until_stopped
+from specpipe.server import Server, cause_of, create_server
+from specpipe.types import Batch, Close, Closed, Extension, Failed, Hello, Open
+from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Timing, WorkerStream, read
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_SESSIONS = 4096
+"""Sessions of one stream with messages waiting, in or out; beyond it nothing is read from the stream for a moment."""
+STUCK_STEP_S = 30.0
+"""A step that has run for longer means NOT_SERVING."""
+
+
+class WorkerService:
+    """Serves one model thread to any number of coordinators. `hello` is None while the model loads."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        hello: Hello | None,
+        thread: ModelThread,
+        *,
+        timing: Timing | None = None,
+        stuck_step_s: float = STUCK_STEP_S,
+    ) -> None:
+        self.hello = hello
+        self.num_rejected = 0  # malformed messages, all streams
+        self.num_links = 0
+        self._wire = WIRES[kind]
+        self._thread = thread
+        self._timing = timing or Timing()
+        self._stuck_step_s = stuck_step_s
+        self._is_draining = False
+        self._closing = asyncio.Event()
+
+    @property
+    def service_name(self) -> str:
+        return self._wire.service_name
+
+    def add_to(self, server: Server) -> None:
+        self._wire.add_to_server(self, server.grpc_server)
+
+    @property
+    def is_healthy(self) -> bool:
+        """True if a session opened now would be worked on."""
+        is_stuck = self._thread.heartbeat().step_running_ms > self._stuck_step_s * 1000.0
+        return self.hello is not None and self._thread.is_running and not self._is_draining and not is_stuck
+
+    async def watch_health(self, server: Server) -> None:
+        """Keep the server's health true. Runs until cancelled."""
+        while True:
+            await server.set_serving(self.is_healthy)
+            await self._timing.sleep(self._timing.interval_s)
+
+    async def drain(self, server: Server) -> None:
+        """Not ready: refuse new sessions, and return when the last one has ended."""
+        self._is_draining = True
+        await server.set_serving(False)
+        while self._thread.is_running and self._thread.heartbeat().num_sessions > 0:  # noqa: ASYNC110 - seen by step
+            await asyncio.sleep(0.05)
+
+    def close(self) -> None:
+        """End all streams with UNAVAILABLE."""
+        self._closing.set()
+
+    # RPCs
+
+    async def GetInfo(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002 - gRPC's name and arguments
+        return self._wire.info_response(
+            hello=codec.hello_to_pb(self._require_hello()),
+            heartbeat=codec.heartbeat_to_pb(self._thread.heartbeat()),
+        )
+
+    async def Connect(self, request_iterator: Any, context: Any) -> None:  # noqa: N802, ARG002
+        hello = self._require_hello()
+        peer = await self._read_hello(context)
+        await context.write(self._wire.response(hello=codec.hello_to_pb(hello)))
+        await _StreamOfCoordinator(self, hello, peer, context).run()
+
+    async def _read_hello(self, context: Any) -> Hello:
+        try:
+            async with asyncio.timeout(self._timing.hello_timeout_s):
+                first = await read(context.read)
+        except TimeoutError:
+            raise InvalidRequestError(f"no hello within {self._timing.hello_timeout_s:g} s") from None
+        if first is END or first.WhichOneof("event") != "hello":
+            raise InvalidRequestError("the first message of a stream is a hello")
+        hello = codec.hello_from_pb(first.hello)
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ModelMismatchError(
+                f"protocol version {hello.protocol_version} does not fit: this worker speaks {PROTOCOL_VERSION}"
+            )
+        return hello
+
+    def _require_hello(self) -> Hello:
+        if self.hello is None:
+            raise WorkerUnavailableError("the model is loading")
+        if self._is_draining or not self._thread.is_running:
+            raise WorkerUnavailableError("the worker is shutting down")
+        return self.hello
+
+
+class _StreamOfCoordinator:
+    """One Connect call: joins a WorkerStream to a link of the model thread."""
+
+    def __init__(self, service: WorkerService, hello: Hello, peer: Hello, context: Any) -> None:
+        self._service = service
+        self._thread = service._thread
+        self._peer = f"coordinator {peer.incarnation:x}"
+        ends = Ends(
+            read=context.read,
+            write=context.write,
+            wrap=service._wire.response,
+            heartbeat=self._thread.heartbeat,
+            on_batch=self._receive,
+            on_silence=self._pause,
+        )
+        self._stream = WorkerStream(ends, limits=codec.Limits.of(hello.model), timing=service._timing)
+        self._link, self._outbox = self._thread.attach(self._stream.wake)
+
+    async def run(self) -> None:
+        logger.info("%s connected as link %d", self._peer, self._link)
+        self._service.num_links += 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._watch_worker())
+                await self._stream.run(self._outbox)
+                watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise cause_of(errors) from None
+        finally:
+            self._thread.detach(self._link)
+            self._service.num_links -= 1
+            logger.info("%s left link %d", self._peer, self._link)
+
+    async def _watch_worker(self) -> None:
+        """Raises when the worker ends before the stream."""
+        closing = asyncio.ensure_future(self._service._closing.wait())
+        try:
+            ends: list[asyncio.Future[Any]] = [closing, self._thread.failure]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closing.cancel()
+        raise WorkerUnavailableError("the worker is shutting down")
+
+    async def _receive(self, batch: Batch, rejected: list[codec.Rejection]) -> None:
+        for rejection in rejected:
+            self._reject(rejection)
+        for message in messages_of(batch):
+            if isinstance(message, Open) and self._service._is_draining:
+                self._refuse(message)
+            else:
+                self._thread.post(self._link, message)
+        # The peer asks faster than it reads, or than a step takes. Rare enough to look again instead of an event.
+        while max(self._thread.num_pending(self._link), self._outbox.num_sessions) > MAX_PENDING_SESSIONS:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    def _reject(self, rejection: codec.Rejection) -> None:
+        self._service.num_rejected += 1
+        logger.warning("%s: %s", self._peer, rejection.error)
+        if rejection.kind is not Extension:
+            self._fail(rejection.session, ErrorCode.INVALID_ARGUMENT, str(rejection.error))
+            self._thread.post(self._link, Close(session=rejection.session, reason="malformed message"))
+
+    def _refuse(self, message: Open) -> None:
+        self._fail(message.session, ErrorCode.UNAVAILABLE, "the worker is shutting down", is_retryable=True)
+        self._thread.send(self._link, Closed(session=message.session, length=0))
+
+    def _fail(self, session: int, code: ErrorCode, message: str, *, is_retryable: bool = False) -> None:
+        self._thread.send(self._link, Failed(session=session, code=code, message=message, is_retryable=is_retryable))
+
+    def _pause(self, is_paused: bool) -> None:
+        logger.warning("%s %s", self._peer, "is silent: its sessions pause" if is_paused else "speaks again")
+        self._thread.pause(self._link, is_paused)
+
+
+async def serve_worker(
+    kind: Kind,
+    config: ServerConfig,
+    create: Callable[[Send], tuple[Hello, StepLoop]],
+    *,
+    timing: Timing | None = None,
+) -> int:
+    """A whole worker process: take the port, load, serve until told to stop, drain. Returns the exit code.
+
+    `create` runs on the model thread: it loads the model and makes the step loop. Health is NOT_SERVING and calls get
+    UNAVAILABLE until it returns. Raises ConfigError if the port is taken (before loading), what `create` raised, or
+    what escaped from the step loop.
+    """
+    greeting: list[Hello] = []
+
+    def create_loop(send: Send) -> StepLoop:
+        hello, step_loop = create(send)
+        greeting.append(replace(hello, protocol_version=PROTOCOL_VERSION))
+        return step_loop
+
+    async with lifecycle(config) as life:
+        server = create_server(config, [WIRES[kind].service_name])
+        thread = ModelThread(create_loop)
+        service = WorkerService(kind, None, thread, timing=timing)
+        service.add_to(server)
+        await server.start()
+        thread.start()
+        try:
+            if not await life.unless_stopped(thread.wait_ready()):
+                return life.exit_code
+            service.hello = greeting[0]
+            return await _serve(life, service, server, thread)
+        finally:
+            service.close()
+            await server.stop(0.5)
+            thread.stop()
+            await asyncio.wait([thread.failure], timeout=2.0)
+
+
+async def _serve(life: Lifecycle, service: WorkerService, server: Server, thread: ModelThread) -> int:
+    await server.set_serving(service.is_healthy)
+    health = asyncio.create_task(service.watch_health(server))
+    try:
+        return await serve_until_stopped(
+            life, server.address, drain=lambda: service.drain(server), failure=thread.failure
+        )
+    finally:
+        health.cancel()
+        await asyncio.wait([health])
