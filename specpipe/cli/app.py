@@ -1,0 +1,73 @@
+"""The `specpipe` command: its subcommands, and one way out for every error.
+
+Owns: registration and exit codes. Each subcommand's body lives in a module of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, cast
+
+import typer
+
+from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, exit_code_of, say_error
+from specpipe.cli.generate import generate
+from specpipe.cli.models import demo_models
+from specpipe.cli.serve import serve
+from specpipe.cli.services import coordinator, draft_worker, target_worker
+from specpipe.errors import SpecpipeError
+
+# typer's usage errors derive from click's ClickException; typer >= 0.20 brings its own click, so we reach it from here.
+UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
+
+app = typer.Typer(
+    name="specpipe",
+    help="Distributed, overlapped speculative decoding: the same tokens, sooner.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(serve)
+app.command("demo-models")(demo_models)
+app.command("coordinator")(coordinator)
+app.command("draft-worker")(draft_worker)
+app.command("target-worker")(target_worker)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its code."""
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_stdout()
+    sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """One command. Returns its exit code; what went wrong has been said in one sentence on stderr."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=arguments or ["--help"], prog_name="specpipe", standalone_mode=False)
+        return result if isinstance(result, int) else EXIT_OK
+    except SpecpipeError as error:
+        say_error(str(error))
+        return exit_code_of(error)
+    except UsageError as error:
+        say_error(error.format_message())
+        return int(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # who read our output has enough
+        _drop_stdout()
+        return EXIT_FAILED
+
+
+def _drop_stdout() -> None:
+    """Let the interpreter's last flush succeed although nobody reads."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

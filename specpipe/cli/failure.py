@@ -1,0 +1,30 @@
+"""How a command ends: exit codes, and one sentence on stderr.
+
+Owns: the table from errors to exit codes. The sentence begins with "error: ", which the launcher looks for.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from specpipe.errors import InvalidRequestError, ModelMismatchError, SpecpipeError, UnsupportedModelError
+from specpipe.launcher.child import ERROR_PREFIX
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_INVALID: Final = 2
+EXIT_INTERRUPTED: Final = 130
+EXIT_TERMINATED: Final = 143
+
+
+def exit_code_of(error: SpecpipeError) -> int:
+    """2 for what was asked wrongly, 1 for what went wrong."""
+    is_invalid = isinstance(error, InvalidRequestError | ModelMismatchError | UnsupportedModelError)
+    return EXIT_INVALID if is_invalid else EXIT_FAILED
+
+
+def say_error(message: str) -> None:
+    """One line, whatever the message holds."""
+    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(message.split())}\n")
+    sys.stderr.flush()

@@ -1,0 +1,127 @@
+"""Groups of flags as dataclasses, and the decorator that turns their fields into parameters of a command.
+
+Owns: names, help and defaults of flags that several commands share. Must not know: what a command does with them.
+A flag's default is None where "not given" has to be told from "given": the service's own default then applies.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from specpipe.types import Mode, Rule
+
+
+def option(help_text: str, *names: str) -> Any:
+    return typer.Option(*names, help=help_text, show_default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """What an answer is drawn from and where it ends."""
+
+    max_tokens: Annotated[int | None, option("Tokens of an answer at most, cut at the context.  [256]")] = None
+    temperature: Annotated[float | None, option("0: always the most likely token.  [1.0]")] = None
+    top_p: Annotated[float | None, option("Only the smallest set of tokens with this probability.  [1.0: off]")] = None
+    top_k: Annotated[int | None, option("Only this many most likely tokens.  [0: off]")] = None
+    min_p: Annotated[float | None, option("Only tokens this probable compared with the best.  [0: off]")] = None
+    seed: Annotated[int | None, option("The same seed gives the same answer.  [drawn and reported]")] = None
+    stop: Annotated[list[str], option("End before this text; may be repeated.")] = field(default_factory=list)
+    stop_token_id: Annotated[list[int], option("End at this token; may be repeated.")] = field(default_factory=list)
+    ignore_eos: Annotated[bool, option("Go on after the model's end token.", "--ignore-eos")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationFlags:
+    """How an answer is speculated for."""
+
+    mode: Annotated[Mode | None, option("How to speculate.  [pipelined]")] = None
+    rule: Annotated[Rule | None, option("How a drafted token is accepted.  [coupled]")] = None
+    num_speculative_tokens: Annotated[
+        int | None, option("Longest path one round may accept.  [4 in sync, by goodput in pipelined]")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceFlags:
+    """What a service on this machine is made of."""
+
+    target: Annotated[str | None, option("Target model: folder or hub name.  [demo pair]")] = None
+    draft: Annotated[str | None, option("Draft model: folder, hub name, ngram or none.  [demo pair]")] = None
+    tensor_parallel_size: Annotated[int | None, option("Ranks of each target worker.  [1]")] = None
+    draft_workers: Annotated[int | None, option("Draft workers.  [1]")] = None
+    target_workers: Annotated[int | None, option("Target workers.  [1]")] = None
+    dtype: Annotated[str | None, option("auto, float32 or bfloat16.  [auto]")] = None
+    device: Annotated[str | None, option("cpu or cuda.  [cpu]")] = None
+    no_pin: Annotated[bool, option("Do not pin workers to cores.", "--no-pin")] = False
+
+    def given(self) -> list[str]:
+        """The flags that were given, as they are written."""
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return [f"--{name.replace('_', '-')}" for name in changed]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """A model and the room it gets; see EngineConfig."""
+
+    dtype: Annotated[str, option("auto, float32 or bfloat16.  [auto]")] = "auto"
+    device: Annotated[str, option("cpu or cuda.  [cpu]")] = "cpu"
+    max_context: Annotated[int | None, option("Positions of a sequence at most.  [the model's limit]")] = None
+    num_slots: Annotated[int | None, option("Tokens the KV cache holds.  [by memory]")] = None
+    max_sessions: Annotated[int, option("Sessions open at once.  [64]")] = 64
+    max_batch_tokens: Annotated[int, option("Rows of one step at most.  [256]")] = 256
+    num_threads: Annotated[int, option("Compute threads.  [1]")] = 1
+    core: Annotated[int | None, option("CPU core to stay on.  [any]")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFlags:
+    """Where a process listens and how it ends; see ServerConfig."""
+
+    host: Annotated[str, option("Interface to listen on.  [127.0.0.1]")] = "127.0.0.1"
+    port: Annotated[int, option("Port; 0: a free one.  [0]")] = 0
+    grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
+    log_level: Annotated[str, option("debug, info, warning or error.  [info]")] = "info"
+    ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None
+    parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None
+
+
+def takes_flags(**groups: type[Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Let typer see each field of each group as a parameter; the command receives the groups, filled, by keyword.
+
+    Parameters of the command that are not groups stay as they are and come first.
+    """
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
+        parameters = own + [p for group in groups.values() for p in _parameters_of(group)]
+
+        def run(**values: Any) -> int:
+            filled = {name: group(**{f.name: values[f.name] for f in fields(group)}) for name, group in groups.items()}
+            return command(**{p.name: values[p.name] for p in own}, **filled)
+
+        run.__doc__ = command.__doc__
+        run.__name__ = command.__name__
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[f.name],
+            default=[] if f.default_factory is not MISSING else f.default,
+        )
+        for f in fields(group)
+    ]

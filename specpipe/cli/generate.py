@@ -1,0 +1,175 @@
+"""`specpipe generate`: ask, stream the answers, leave nothing running.
+
+Owns: one run, from flags to exit code. All prompts are submitted at once and shown in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from specpipe.cli.failure import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
+from specpipe.cli.flags import SamplingFlags, ServiceFlags, SpeculationFlags, option, takes_flags
+from specpipe.cli.models import resolve_models
+from specpipe.cli.output import JsonOutput, Output, PlainOutput
+from specpipe.cli.progress import loading_bars
+from specpipe.cli.prompts import requests_of_file, requests_of_texts
+from specpipe.cli.services import checked_address
+from specpipe.cli.signals import run_with_signals
+from specpipe.client import Event, GenerateClient, GenerateRequest
+from specpipe.errors import ConfigError, SpecpipeError
+from specpipe.launcher import LocalService, ServiceConfig
+from specpipe.telemetry import configure_logging
+from specpipe.types import Mode, Rule
+
+MAX_SUBMITTED: Final = 1024  # more at once would overflow a coordinator's queue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateFlags:
+    """Flags of `generate` alone."""
+
+    prompts: Annotated[Path | None, option("File of JSON lines with prompts of their own settings.")] = None
+    chat: Annotated[bool, option("Prompts are what a user says in a chat.", "--chat")] = False
+    connect: Annotated[str | None, option("Ask this running service, HOST:PORT.")] = None
+    json: Annotated[bool, option("One JSON object a prompt.", "--json")] = False
+    log_level: Annotated[str, option("debug, info, warning or error.  [warning]")] = "warning"
+
+
+@takes_flags(own=GenerateFlags, service=ServiceFlags, speculation=SpeculationFlags, sampling=SamplingFlags)
+def generate(
+    prompt: Annotated[list[str] | None, typer.Argument(help="What to go on from; may be repeated.")] = None,
+    *,
+    own: GenerateFlags,
+    service: ServiceFlags,
+    speculation: SpeculationFlags,
+    sampling: SamplingFlags,
+) -> int:
+    """Answer prompts. Without --connect, the whole service is started on this machine for it."""
+    configure_logging(own.log_level)
+    requests = requests_of(prompt or [], own, request_of_flags(sampling, speculation))
+    output: Output = JsonOutput() if own.json else PlainOutput(len(requests))
+    if own.connect is not None:
+        address = checked_address("--connect", own.connect)
+        refuse_service_flags(service)
+        return run_with_signals(lambda _: answer_all(address, requests, output), terminated=EXIT_TERMINATED)
+    config = service_config(service, speculation, requests, own.log_level)
+    return run_with_signals(lambda _: answer_with_service(config, requests, output), terminated=EXIT_TERMINATED)
+
+
+def request_of_flags(sampling: SamplingFlags, speculation: SpeculationFlags) -> GenerateRequest:
+    """What every prompt is asked with unless its line says otherwise. Raises InvalidRequestError."""
+    request = GenerateRequest(
+        prompt="?",
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_tokens=sampling.max_tokens,
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_id),
+        ignore_eos=sampling.ignore_eos or None,
+        mode=speculation.mode,
+        rule=speculation.rule,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+    )
+    request.check()
+    return request
+
+
+def requests_of(texts: list[str], own: GenerateFlags, flags: GenerateRequest) -> list[GenerateRequest]:
+    """Raises ConfigError unless there are prompts, from one place."""
+    if texts and own.prompts:
+        raise ConfigError("give prompts as arguments or with --prompts, not both")
+    if own.prompts:
+        return requests_of_file(own.prompts, flags, is_chat=own.chat)
+    if not texts:
+        raise ConfigError("give a prompt, or a file of them with --prompts")
+    requests = requests_of_texts(texts, flags, is_chat=own.chat)
+    for request in requests:
+        request.check()
+    return requests
+
+
+def refuse_service_flags(service: ServiceFlags) -> None:
+    """Raises ConfigError for flags that a running service has already decided."""
+    if service.given():
+        raise ConfigError(f"{', '.join(service.given())} cannot be used with --connect: that service already runs")
+
+
+def service_config(
+    flags: ServiceFlags, speculation: SpeculationFlags, requests: Iterable[GenerateRequest], log_level: str
+) -> ServiceConfig:
+    """The service that these requests need: without draft workers if none of them drafts. Raises ConfigError."""
+    target, draft = resolve_models(flags)
+    modes = {request.mode or Mode.PIPELINED for request in requests}
+    return ServiceConfig(
+        target=target,
+        draft=draft,
+        tensor_parallel_size=given(flags.tensor_parallel_size, 1),
+        draft_workers=given(flags.draft_workers, 1),
+        target_workers=given(flags.target_workers, 1),
+        mode=Mode.OFF if modes == {Mode.OFF} else speculation.mode or Mode.PIPELINED,
+        rule=speculation.rule or Rule.COUPLED,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        dtype=flags.dtype or "auto",
+        device=flags.device or "cpu",
+        is_pinned=not flags.no_pin,
+        log_level=log_level,
+    )
+
+
+def given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+async def answer_with_service(config: ServiceConfig, requests: list[GenerateRequest], output: Output) -> int:
+    """Start a service for these requests alone. Nothing of it is left after."""
+    async with LocalService(config) as service:
+        with loading_bars() as on_progress:
+            await service.start(on_progress)
+        return await answer_all(service.address, requests, output)
+
+
+async def answer_all(address: str, requests: list[GenerateRequest], output: Output) -> int:
+    """Returns the exit code: 1 if any prompt failed."""
+    is_free = asyncio.Semaphore(MAX_SUBMITTED)
+    streams = [EventStream() for _ in requests]
+    async with GenerateClient(address) as client:
+        tasks = [asyncio.create_task(s.fill(client, r, is_free)) for r, s in zip(requests, streams, strict=True)]
+        try:
+            shown = [await output.show(r, s.events()) for r, s in zip(requests, streams, strict=True)]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return EXIT_OK if all(shown) else EXIT_FAILED
+
+
+class EventStream:
+    """Events of one answer, kept until it is their turn to be shown."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Event | SpecpipeError | None] = asyncio.Queue()
+
+    async def fill(self, client: GenerateClient, request: GenerateRequest, is_free: asyncio.Semaphore) -> None:
+        async with is_free:
+            try:
+                async for event in client.generate(request):
+                    self._queue.put_nowait(event)
+                self._queue.put_nowait(None)
+            except SpecpipeError as error:
+                self._queue.put_nowait(error)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Raises the error that ended the answer, if one did."""
+        while (item := await self._queue.get()) is not None:
+            if isinstance(item, SpecpipeError):
+                raise item
+            yield item

@@ -1,0 +1,149 @@
+"""What `generate` shows: JSON objects for programs, or streamed text with a line of statistics for people.
+
+Owns: the shape of the JSON and of the statistics line. Must not know: where events come from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any, Final, Protocol
+
+from rich.console import Console
+from rich.text import Text
+
+from specpipe.cli.failure import say_error
+from specpipe.client import Answer, ChatMessage, Chunk, Event, Finished, GenerateRequest, Started
+from specpipe.errors import SpecpipeError
+from specpipe.types import Origin
+
+ACCEPTED_STYLE: Final = "green"  # drafted and accepted
+TARGET_STYLE: Final = "bold"  # the target's own
+NOTE_STYLE: Final = "dim"
+
+
+class Output(Protocol):
+    async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
+        """Show one answer as it comes. Returns whether it was answered; its error, if not, has been shown."""
+        ...
+
+
+class JsonOutput:
+    """One object a prompt, written as soon as it is complete, and nothing else."""
+
+    async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
+        answer = Answer()
+        try:
+            async for event in events:
+                answer.add(event)
+            shown = answer_json(request, answer)
+        except SpecpipeError as error:
+            shown = error_json(request, error)
+        sys.stdout.write(json.dumps(shown) + "\n")
+        sys.stdout.flush()
+        return "error" not in shown
+
+
+class PlainOutput:
+    """Text as it comes; tokens that were drafted and accepted in another colour than the target's own."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._num_prompts = num_prompts
+        self._num_shown = 0
+
+    async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
+        self._num_shown += 1
+        if self._num_prompts > 1:
+            self._line(Text(f"[{self._num_shown}/{self._num_prompts}] {prompt_json(request)!r}", NOTE_STYLE))
+        answer = Answer()
+        try:
+            async for event in events:
+                answer.add(event)
+                if isinstance(event, Chunk):
+                    self._piece(event)
+            note = statistics_line(answer)
+        except SpecpipeError as error:
+            if answer.text:
+                self._line(Text(""))
+            say_error(str(error))
+            return False
+        self._line(Text(""))
+        self._line(Text(note, NOTE_STYLE))
+        return True
+
+    def _piece(self, chunk: Chunk) -> None:
+        is_drafted = bool(chunk.origins) and chunk.origins[0] is Origin.ACCEPTED
+        self._console.print(Text(chunk.text, ACCEPTED_STYLE if is_drafted else TARGET_STYLE), end="")
+        self._console.file.flush()
+
+    def _line(self, text: Text) -> None:
+        self._console.print(text)
+
+
+def answer_json(request: GenerateRequest, answer: Answer) -> dict[str, Any]:
+    """The documented object of one answer."""
+    started, finished = complete(answer)
+    return {
+        "prompt": prompt_json(request),
+        "request_id": started.request_id,
+        "seed": started.seed,
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "finish_reason": finished.finish_reason.value,
+        "usage": {"prompt_tokens": finished.prompt_tokens, "completion_tokens": finished.completion_tokens},
+        "timing": asdict(finished.timing),
+        "speculation": asdict(finished.speculation),
+    }
+
+
+def error_json(request: GenerateRequest, error: SpecpipeError) -> dict[str, Any]:
+    return {"prompt": prompt_json(request), "error": {"code": error.code.value, "message": str(error)}}
+
+
+def prompt_json(request: GenerateRequest) -> str | list[int]:
+    """As it was given: the text, or the token ids."""
+    if isinstance(request.prompt, str):
+        return request.prompt
+    texts = [m.content for m in request.prompt if isinstance(m, ChatMessage)]
+    return texts[-1] if texts else [i for i in request.prompt if isinstance(i, int)]
+
+
+def complete(answer: Answer) -> tuple[Started, Finished]:
+    """Raises SpecpipeError if the stream ended without saying how: such an answer must not pass for a whole one."""
+    if answer.started is None or answer.finished is None:
+        raise SpecpipeError("the service ended the answer without saying why")
+    return answer.started, answer.finished
+
+
+def statistics_line(answer: Answer) -> str:
+    """All that one wants to see after an answer, in one line."""
+    started, finished = complete(answer)
+    stats, timing, num_tokens = finished.speculation, finished.timing, finished.completion_tokens
+    parts = [
+        f"{num_tokens} tokens in {timing.total_ms / 1000:.2f} s ({finished.finish_reason.value})",
+        f"first after {timing.ttft_ms:.0f} ms",
+    ]
+    if timing.tpot_ms:
+        parts.append(f"{1000 / timing.tpot_ms:.1f} tokens/s")
+    parts.append(stats.mode)
+    if stats.mean_acceptance_length is not None:
+        parts.append(f"{stats.mean_acceptance_length:.2f} tokens a round")
+    if stats.drafted_tokens:
+        parts += _draft_parts(answer)
+    parts.append(f"seed {started.seed}")
+    return " · ".join(parts)
+
+
+def _draft_parts(answer: Answer) -> list[str]:
+    _, finished = complete(answer)
+    stats = finished.speculation
+    parts = [f"accepted {stats.accepted_tokens} of {stats.verified_tokens} verified"]
+    if stats.acceptance_rate is not None:
+        parts.append(f"acceptance {stats.acceptance_rate:.2f}")
+    if stats.hit_rate is not None:
+        parts.append(f"hits {stats.hit_rate:.2f}")
+    parts.append(f"drafting {stats.draft_ms:.0f} ms, {stats.exposed_draft_ms:.0f} ms exposed")
+    return parts

@@ -1,0 +1,103 @@
+"""`specpipe serve`: the whole service on this machine until a signal ends it.
+
+Owns: one run, from flags to exit code. SIGTERM and Ctrl-C let answers finish for the grace period; a second signal does
+not wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say_error
+from specpipe.cli.flags import ServiceFlags, SpeculationFlags, option, takes_flags
+from specpipe.cli.generate import given
+from specpipe.cli.models import resolve_models
+from specpipe.cli.progress import loading_bars
+from specpipe.cli.signals import Signals, run_with_signals
+from specpipe.launcher import LocalService, ServiceConfig
+from specpipe.telemetry import configure_logging
+from specpipe.types import Mode, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags:
+    """Flags of `serve` alone."""
+
+    host: Annotated[str, option("Interface to listen on.  [127.0.0.1]")] = "127.0.0.1"
+    port: Annotated[int, option("Port; 0: a free one.  [50051]")] = 50051
+    max_context: Annotated[int | None, option("Positions of a sequence at most.  [the model's limit]")] = None
+    num_slots: Annotated[int | None, option("Tokens that each KV cache holds.  [by memory]")] = None
+    max_sessions: Annotated[int, option("Requests answered at once; more wait.  [64]")] = 64
+    max_batch_tokens: Annotated[int | None, option("Rows of one step at most.  [256]")] = None
+    grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
+    json: Annotated[bool, option("One JSON line when ready.", "--json")] = False
+    log_level: Annotated[str, option("debug, info, warning or error.  [info]")] = "info"
+
+
+@takes_flags(own=ServeFlags, service=ServiceFlags, speculation=SpeculationFlags)
+def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags) -> int:
+    """Serve GenerateService. Workers that die are started again."""
+    configure_logging(own.log_level)
+    config = service_config(own, service, speculation)
+    return run_with_signals(
+        lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK
+    )
+
+
+def service_config(own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags) -> ServiceConfig:
+    """Raises ConfigError for whatever can be seen to be wrong without loading a model."""
+    target, draft = resolve_models(service)
+    return ServiceConfig(
+        target=target,
+        draft=draft,
+        tensor_parallel_size=given(service.tensor_parallel_size, 1),
+        draft_workers=given(service.draft_workers, 1),
+        target_workers=given(service.target_workers, 1),
+        mode=speculation.mode or Mode.PIPELINED,
+        rule=speculation.rule or Rule.COUPLED,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        dtype=service.dtype or "auto",
+        device=service.device or "cpu",
+        host=own.host,
+        port=own.port,
+        max_context=own.max_context,
+        num_slots=own.num_slots,
+        max_sessions=own.max_sessions,
+        max_batch_tokens=own.max_batch_tokens,
+        grace_s=own.grace,
+        is_pinned=not service.no_pin,
+        log_level=own.log_level,
+    )
+
+
+async def serve_until_signalled(config: ServiceConfig, signals: Signals, *, is_json: bool) -> int:
+    """Returns 0 after SIGTERM, 130 after Ctrl-C, 1 if the coordinator ended by itself."""
+    async with LocalService(config) as service:
+        with loading_bars() as on_progress:
+            await service.start(on_progress)
+        has_signal = asyncio.create_task(signals.defer().wait())
+        announce(service, is_json)
+        ends: list[asyncio.Future[Any]] = [has_signal, service.failure]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        has_signal.cancel()
+        if service.failure.done():
+            say_error(str(service.failure.result()))
+            return EXIT_FAILED
+        await service.stop(grace_s=config.grace_s)
+    return EXIT_INTERRUPTED if signals.received is signal.SIGINT else EXIT_OK
+
+
+def announce(service: LocalService, is_json: bool) -> None:
+    """Say where the service is, once it can answer."""
+    if is_json:
+        processes = [asdict(process) for process in service.processes]
+        line = json.dumps({"ready": True, "grpc": service.address, "processes": processes})
+    else:
+        line = f"serving at {service.address}: specpipe generate --connect {service.address} PROMPT"
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,167 @@
+"""`specpipe coordinator | draft-worker | target-worker`: one process of a service, started by hand or by the launcher.
+
+Owns: from flags to the configuration of that process. The service itself is imported last: it may load torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from specpipe import demo
+from specpipe.cli.failure import exit_code_of, say_error
+from specpipe.cli.flags import EngineFlags, ServerFlags, SpeculationFlags, option, takes_flags
+from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
+from specpipe.engine.folder import check_folder
+from specpipe.errors import ConfigError, SpecpipeError
+from specpipe.process import run_process
+from specpipe.telemetry import configure_logging
+from specpipe.types import Mode, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorFlags:
+    """Flags of `coordinator` alone; see CoordinatorConfig."""
+
+    target: Annotated[list[str], option("Target worker, HOST:PORT; may be repeated.")] = field(default_factory=list)
+    draft: Annotated[list[str], option("Draft worker, HOST:PORT; may be repeated.")] = field(default_factory=list)
+    tokenizer: Annotated[str, option("Folder or hub name.  [the target model's name]")] = ""
+    drafter: Annotated[str | None, option("model, ngram or none.  [model if there are draft workers]")] = None
+    max_sessions: Annotated[int, option("Requests answered at once; more wait.  [256]")] = 256
+    max_queue: Annotated[int, option("Requests waiting; more are refused.  [1024]")] = 1024
+    served_model_name: Annotated[str, option("Name that clients use.  [the target's folder name]")] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftFlags:
+    model: Annotated[str | None, option("Draft model: folder or hub name.  [demo pair]", "--model", "--draft")] = None
+    max_nodes: Annotated[int, option("Nodes of a session's draft tree.  [256]")] = 256
+    max_depth: Annotated[int, option("Its depth.  [48]")] = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFlags:
+    model: Annotated[str | None, option("Target model: folder or hub name.  [demo pair]", "--model", "--target")] = None
+    tensor_parallel_size: Annotated[int, option("Ranks.  [1]")] = 1
+    max_nodes: Annotated[int, option("Nodes held of a session's draft tree.  [256]")] = 256
+    max_shared_slowdown: Annotated[float, option("A shared step's time over its plain time.  [1.25]")] = 1.25
+    max_prefill_slowdown: Annotated[float, option("A step's time with prefill over without.  [2]")] = 2.0
+
+
+@takes_flags(own=CoordinatorFlags, speculation=SpeculationFlags, server=ServerFlags)
+def coordinator(*, own: CoordinatorFlags, speculation: SpeculationFlags, server: ServerFlags) -> int:
+    """Answer GenerateService with the workers named. Loads no model."""
+    configure_logging(server.log_level)
+    if not own.target:
+        raise ConfigError("name at least one target worker with --target HOST:PORT")
+    config = CoordinatorConfig(
+        server=server_config(server),
+        targets=tuple(checked_address("--target", address) for address in own.target),
+        drafts=tuple(checked_address("--draft", address) for address in own.draft),
+        tokenizer=own.tokenizer,
+        drafter=own.drafter or ("model" if own.draft else "none"),
+        mode=speculation.mode or Mode.PIPELINED,
+        rule=speculation.rule or Rule.COUPLED,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        max_sessions=own.max_sessions,
+        max_queue=own.max_queue,
+        served_model_name=own.served_model_name,
+    )
+
+    async def main() -> int:
+        from coordinator.service import serve
+
+        return await serve(config)
+
+    return run_service(main, config.server)
+
+
+@takes_flags(own=DraftFlags, engine=EngineFlags, server=ServerFlags)
+def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags) -> int:
+    """Draft for coordinators that connect."""
+    configure_logging(server.log_level)
+    config = DraftWorkerConfig(
+        server=server_config(server),
+        engine=engine_config(own.model or str(demo.draft_folder()), engine),
+        max_nodes=own.max_nodes,
+        max_depth=own.max_depth,
+    )
+
+    async def main() -> int:
+        from draft_worker.service import serve
+
+        return await serve(config)
+
+    return run_service(main, config.server, config.engine)
+
+
+@takes_flags(own=TargetFlags, engine=EngineFlags, server=ServerFlags)
+def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags) -> int:
+    """Verify and decode for coordinators that connect."""
+    configure_logging(server.log_level)
+    config = TargetWorkerConfig(
+        server=server_config(server),
+        engine=engine_config(own.model or str(demo.target_folder()), engine),
+        tensor_parallel_size=own.tensor_parallel_size,
+        max_nodes=own.max_nodes,
+        max_shared_slowdown=own.max_shared_slowdown,
+        max_prefill_slowdown=own.max_prefill_slowdown,
+    )
+
+    async def main() -> int:
+        from target_worker.service import serve
+
+        return await serve(config)
+
+    return run_service(main, config.server, config.engine)
+
+
+def run_service(main: Callable[[], Awaitable[int]], server: ServerConfig, engine: EngineConfig | None = None) -> int:
+    """The whole life of the process. Returns its exit code, after one sentence if it failed."""
+
+    async def say_why() -> int:
+        try:
+            return await main()
+        except SpecpipeError as error:
+            say_error(str(error))
+            return exit_code_of(error)
+
+    if engine is None:
+        return run_process(say_why, server)
+    return run_process(say_why, server, core=engine.core, num_threads=engine.num_threads)
+
+
+def server_config(flags: ServerFlags) -> ServerConfig:
+    """Without a parent that waits for it, the address goes to stdout."""
+    ready_fd = os.dup(sys.stdout.fileno()) if flags.ready_fd is None else flags.ready_fd
+    return ServerConfig(
+        host=flags.host, port=flags.port, grace_s=flags.grace, ready_fd=ready_fd, parent_fd=flags.parent_fd
+    )
+
+
+def engine_config(model: str, flags: EngineFlags) -> EngineConfig:
+    """Checks the folder too, before torch is loaded. Raises ConfigError or UnsupportedModelError."""
+    config = EngineConfig(
+        model=model,
+        dtype=flags.dtype,
+        device=flags.device,
+        max_context=flags.max_context,
+        num_slots=flags.num_slots,
+        max_sessions=flags.max_sessions,
+        max_batch_tokens=flags.max_batch_tokens,
+        num_threads=flags.num_threads,
+        core=flags.core,
+    )
+    check_folder(model)
+    return config
+
+
+def checked_address(flag: str, address: str) -> str:
+    """Raises ConfigError unless it is HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{flag} needs HOST:PORT, got {address!r}")
+    return address

@@ -1,0 +1,326 @@
+"""A typed client of GenerateService: a request goes in, events come out, statuses come back as specpipe's errors.
+
+Owns: protobuf of the public service on the client's side. Must not know: workers, models, tokenizers.
+Used by the command line, by tests and by benchmarks; it is what a user's own Python client would look like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self
+
+import grpc
+import grpc.aio
+
+from specpipe.errors import InvalidRequestError, ModelNotFoundError, SpecpipeError, WorkerUnavailableError
+from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc
+from specpipe.server import create_channel, error_from_status
+from specpipe.types import FinishReason, Mode, Origin, Rule
+
+DEFAULT_TIMEOUT_S: Final = 3600.0  # a call without a deadline could hang for ever
+MAX_SEED: Final = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One question. What is None takes the service's documented default."""
+
+    prompt: Prompt  # text, token ids, or the messages of a chat
+    request_id: str = ""  # empty: the service makes one
+    model: str = ""  # empty: the one served
+    temperature: float | None = None  # 0: greedy; default 1
+    top_p: float | None = None  # in (0, 1]
+    top_k: int | None = None  # 0: off
+    min_p: float | None = None  # in [0, 1]
+    seed: int | None = None  # unsigned 64-bit; None: drawn and reported
+    max_tokens: int | None = None  # default 256, cut at the context
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    mode: Mode | None = None
+    rule: Rule | None = None
+    num_speculative_tokens: int | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError, naming the field, for what no service would accept.
+
+        The service checks the same again: this is for callers who want to know before anything is started.
+        """
+        for name, is_right, wanted in self._rules():
+            if not is_right:
+                raise InvalidRequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        temperature, top_p, top_k, min_p = self.temperature, self.top_p, self.top_k, self.min_p
+        yield "prompt", len(self.prompt) > 0, "at least one character or token id"
+        yield "temperature", temperature is None or 0 <= temperature < math.inf, "a finite number of at least 0"
+        yield "top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1"
+        yield "top_k", top_k is None or 0 <= top_k < 2**31, "at least 0 (0: off)"
+        yield "min_p", min_p is None or 0 <= min_p <= 1, "from 0 to 1"
+        yield "seed", self.seed is None or 0 <= self.seed <= MAX_SEED, "from 0 to 2^64 - 1"
+        yield "max_tokens", self.max_tokens is None or 1 <= self.max_tokens < 2**63, "at least 1"
+        yield "stop", all(self.stop), "texts of at least one character"
+        yield "stop_token_ids", all(0 <= i < 2**31 for i in self.stop_token_ids), "token ids of at least 0"
+        k = self.num_speculative_tokens
+        yield "num_speculative_tokens", k is None or 1 <= k < 2**31, "at least 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    request_id: str
+    model: str
+    prompt_tokens: int
+    seed: int  # as used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    token_ids: tuple[int, ...]
+    text: str  # what the answer's text grew by; held back while it might be part of a stop string or a character
+    origins: tuple[Origin, ...]  # one per token id
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    ttft_ms: float
+    tpot_ms: float | None  # None below two tokens
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """docs/statistics.md defines each; the names are those of `generate --json`."""
+
+    mode: str
+    rule: str
+    rounds: int
+    drafted_tokens: int
+    verified_tokens: int
+    accepted_tokens: int
+    mean_acceptance_length: float | None
+    acceptance_rate: float | None
+    hit_rate: float | None
+    draft_ms: float
+    exposed_draft_ms: float
+    hidden_draft_ms: float
+    wasted_draft_ms: float
+    target_step_ms: float | None
+    draft_step_ms: float | None
+    step_gap_ms: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    timing: Timing
+    speculation: SpeculationStats
+
+
+Event = Started | Chunk | Finished
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What the events of one request add up to. Feed it each event; complete once `finished` is set."""
+
+    started: Started | None = None
+    finished: Finished | None = None
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.started = event
+        elif isinstance(event, Finished):
+            self.finished = event
+        else:
+            self.token_ids += event.token_ids
+            self.origins += event.origins
+            self.pieces.append(event.text)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class GenerateClient:
+    """A connection to a coordinator: `async with GenerateClient(address) as client`, then any number of requests."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = create_channel(self._address)
+        self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> AsyncIterator[Event]:
+        """Stream the events of one answer: Started, Chunks, Finished, in this order.
+
+        Leaving the loop early, or cancelling the task, cancels the request on the service. Raises the error tree of
+        `specpipe.errors`; an answer that raised has no Finished.
+        """
+        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s)
+        try:
+            async for response in call:
+                yield event_from_pb(response)
+        except grpc.aio.AioRpcError as error:
+            raise _own_error(error, self._address) from error
+        finally:
+            call.cancel()
+
+    async def answer(self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Answer:
+        """The whole answer at once. Raises as `generate` does."""
+        answer = Answer()
+        async for event in self.generate(request, timeout_s=timeout_s):
+            answer.add(event)
+        return answer
+
+
+def answer_once(address: str, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Answer:
+    """For callers without an event loop: connect, ask one question, disconnect."""
+
+    async def ask() -> Answer:
+        async with GenerateClient(address) as client:
+            return await client.answer(request, timeout_s=timeout_s)
+
+    return asyncio.run(ask())
+
+
+def request_to_pb(request: GenerateRequest) -> generate_pb2.GenerateRequest:
+    """Raises InvalidRequestError for a number that the wire cannot carry."""
+    try:
+        request_pb = generate_pb2.GenerateRequest(
+            request_id=request.request_id,
+            model=request.model,
+            sampling=_sampling_to_pb(request),
+            speculation=_speculation_to_pb(request),
+        )
+        _set_prompt(request_pb, request.prompt)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+    return request_pb
+
+
+def _sampling_to_pb(request: GenerateRequest) -> generate_pb2.SamplingOptions:
+    return generate_pb2.SamplingOptions(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def _speculation_to_pb(request: GenerateRequest) -> generate_pb2.SpeculationOptions:
+    return generate_pb2.SpeculationOptions(
+        mode=common_pb2.Mode.Value(f"MODE_{request.mode.name if request.mode else 'UNSPECIFIED'}"),
+        rule=common_pb2.Rule.Value(f"RULE_{request.rule.name if request.rule else 'UNSPECIFIED'}"),
+        num_speculative_tokens=request.num_speculative_tokens,
+    )
+
+
+def _set_prompt(request_pb: generate_pb2.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request_pb.prompt = prompt
+    elif prompt and isinstance(prompt[0], ChatMessage):
+        messages = [m for m in prompt if isinstance(m, ChatMessage)]
+        messages_pb = [generate_pb2.ChatMessage(role=m.role, content=m.content) for m in messages]
+        request_pb.chat.CopyFrom(generate_pb2.Chat(messages=messages_pb))
+    else:
+        ids = [i for i in prompt if isinstance(i, int)]
+        request_pb.prompt_token_ids.CopyFrom(generate_pb2.TokenIds(ids=ids))
+
+
+def event_from_pb(response_pb: generate_pb2.GenerateResponse) -> Event:
+    """Raises SpecpipeError for a message that carries no event."""
+    match response_pb.WhichOneof("event"):
+        case "started":
+            return _started_from_pb(response_pb.started)
+        case "chunk":
+            return _chunk_from_pb(response_pb.chunk)
+        case "finished":
+            return _finished_from_pb(response_pb.finished)
+    raise SpecpipeError("the service sent a response without an event")
+
+
+def _started_from_pb(started_pb: generate_pb2.Started) -> Started:
+    return Started(
+        request_id=started_pb.request_id,
+        model=started_pb.model,
+        prompt_tokens=started_pb.prompt_tokens,
+        seed=started_pb.seed,
+    )
+
+
+def _chunk_from_pb(chunk_pb: generate_pb2.Chunk) -> Chunk:
+    return Chunk(
+        token_ids=tuple(chunk_pb.token_ids),
+        text=chunk_pb.text,
+        origins=tuple(Origin[common_pb2.Origin.Name(o).removeprefix("ORIGIN_")] for o in chunk_pb.origins),
+        round=chunk_pb.round,
+    )
+
+
+def _finished_from_pb(finished_pb: generate_pb2.Finished) -> Finished:
+    timing_pb = finished_pb.timing
+    reason = common_pb2.FinishReason.Name(finished_pb.finish_reason)
+    return Finished(
+        finish_reason=FinishReason[reason.removeprefix("FINISH_REASON_")],
+        prompt_tokens=finished_pb.usage.prompt_tokens,
+        completion_tokens=finished_pb.usage.completion_tokens,
+        timing=Timing(
+            ttft_ms=timing_pb.ttft_ms,
+            tpot_ms=timing_pb.tpot_ms if timing_pb.HasField("tpot_ms") else None,
+            total_ms=timing_pb.total_ms,
+        ),
+        speculation=_stats_from_pb(finished_pb.speculation),
+    )
+
+
+def _stats_from_pb(stats_pb: generate_pb2.SpeculationStats) -> SpeculationStats:
+    values: dict[str, Any] = {}
+    set_names = {field_pb.name for field_pb, _ in stats_pb.ListFields()}
+    for name in SpeculationStats.__slots__:
+        is_unset = stats_pb.DESCRIPTOR.fields_by_name[name].has_presence and name not in set_names
+        values[name] = None if is_unset else getattr(stats_pb, name)
+    values["mode"] = Mode[common_pb2.Mode.Name(stats_pb.mode).removeprefix("MODE_")].value
+    values["rule"] = Rule[common_pb2.Rule.Name(stats_pb.rule).removeprefix("RULE_")].value
+    return SpeculationStats(**values)
+
+
+def _own_error(error: grpc.aio.AioRpcError, address: str) -> SpecpipeError:
+    """The error that the status stands for; where nobody answered, it says who was asked."""
+    if error.code() is grpc.StatusCode.NOT_FOUND:
+        return ModelNotFoundError(error.details() or "not found")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return WorkerUnavailableError(f"{address}: {error.details() or 'cannot be reached'}")
+    return error_from_status(error)

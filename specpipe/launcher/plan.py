@@ -1,0 +1,149 @@
+"""Which processes a local service is made of, with which flags and on which cores.
+
+Owns: ServiceConfig and its translation into the flags of `specpipe coordinator|draft-worker|target-worker`. Pure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from specpipe.config import EngineConfig, ServerConfig
+from specpipe.errors import ConfigError
+from specpipe.types import Mode, Rule
+
+COORDINATOR: Final = "coordinator"
+DRAFT_WORKER: Final = "draft-worker"
+TARGET_WORKER: Final = "target-worker"
+
+NGRAM: Final = "ngram"
+NONE: Final = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """A whole service. What is None takes the default of the process concerned."""
+
+    target: str  # folder or hub name of the target model
+    draft: str = NONE  # folder or hub name of the draft model; "ngram": the target's own lookup; "none"
+    tensor_parallel_size: int = 1  # ranks of each target worker
+    draft_workers: int = 1
+    target_workers: int = 1
+    mode: Mode = Mode.PIPELINED  # default of requests; off starts no draft worker
+    rule: Rule = Rule.COUPLED  # default of requests
+    num_speculative_tokens: int | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    host: str = "127.0.0.1"  # where the coordinator listens; workers always listen on loopback
+    port: int = 0  # 0: a free one
+    max_context: int | None = None
+    num_slots: int | None = None
+    max_sessions: int = 64  # answered at once; more wait
+    max_batch_tokens: int | None = None
+    grace_s: float = 10.0  # how long SIGTERM lets answers finish
+    is_pinned: bool = True  # each model process on a core of its own while there are enough
+    log_level: str = "warning"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "draft_workers", "target_workers", "max_sessions"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        ServerConfig(host=self.host, port=self.port, grace_s=self.grace_s)  # their checks are ours
+        EngineConfig(
+            model=self.target,
+            dtype=self.dtype,
+            device=self.device,
+            max_context=self.max_context,
+            num_slots=self.num_slots,
+        )
+
+    @property
+    def num_draft_workers(self) -> int:
+        return 0 if self.drafter != "model" else self.draft_workers
+
+    @property
+    def drafter(self) -> str:
+        """What drafts by default: "model", "ngram" or "none"."""
+        if self.mode is Mode.OFF:
+            return NONE
+        return self.draft if self.draft in (NGRAM, NONE) else "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process: `specpipe ROLE ARGUMENTS`, without what is only known at start (port, descriptors)."""
+
+    role: str
+    arguments: tuple[str, ...]
+
+
+def plan_workers(config: ServiceConfig, cores: Sequence[int]) -> list[ProcessSpec]:
+    """Target workers first, then draft workers; cores go to them in this order until there are none left.
+
+    With one core nothing is pinned: it would only tie the workers to the coordinator's.
+    """
+    free = list(cores) if config.is_pinned and len(cores) > 1 else []
+    specs = []
+    for _ in range(config.target_workers):
+        taken, free = free[: config.tensor_parallel_size], free[config.tensor_parallel_size :]
+        size = ("--tensor-parallel-size", str(config.tensor_parallel_size))
+        arguments = _engine_arguments(config, config.target) + size + _core_arguments(taken)
+        specs.append(ProcessSpec(role=TARGET_WORKER, arguments=arguments))
+    for _ in range(config.num_draft_workers):
+        taken, free = free[:1], free[1:]
+        arguments = _engine_arguments(config, config.draft) + _core_arguments(taken)
+        specs.append(ProcessSpec(role=DRAFT_WORKER, arguments=arguments))
+    return specs
+
+
+def plan_coordinator(config: ServiceConfig, targets: Sequence[str], drafts: Sequence[str]) -> ProcessSpec:
+    """`targets` and `drafts` are the addresses at which the workers answer."""
+    arguments = _flags(
+        tokenizer=config.target,
+        drafter=config.drafter,
+        mode=config.mode.value,
+        rule=config.rule.value,
+        num_speculative_tokens=config.num_speculative_tokens,
+        max_sessions=config.max_sessions,
+        host=config.host,
+        port=config.port,
+        grace=config.grace_s,
+        log_level=config.log_level,
+    )
+    for target in targets:
+        arguments += ("--target", target)
+    for draft in drafts:
+        arguments += ("--draft", draft)
+    return ProcessSpec(role=COORDINATOR, arguments=arguments)
+
+
+def usable_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def _engine_arguments(config: ServiceConfig, model: str) -> tuple[str, ...]:
+    return _flags(
+        model=model,
+        dtype=config.dtype,
+        device=config.device,
+        max_context=config.max_context,
+        num_slots=config.num_slots,
+        # NOTE: workers get room for all sessions of the service and for those still closing: the coordinator is what
+        # makes requests wait.
+        max_sessions=2 * config.max_sessions,
+        max_batch_tokens=config.max_batch_tokens,
+        grace=config.grace_s,
+        log_level=config.log_level,
+    )
+
+
+def _core_arguments(cores: Sequence[int]) -> tuple[str, ...]:
+    return ("--core", str(cores[0])) if cores else ()
+
+
+def _flags(**values: object) -> tuple[str, ...]:
+    """max_context=128 -> ("--max-context", "128"); None is left out."""
+    pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in values.items() if value is not None]
+    return tuple(part for pair in pairs for part in pair)

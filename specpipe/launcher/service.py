@@ -1,0 +1,175 @@
+"""Starts, supervises and stops the processes of a local service.
+
+Owns: the order of starting (workers together, then the coordinator) and ending (coordinator first, so that answers
+finish), and restarts. Must not know: what the processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from specpipe.errors import SpecpipeError, WorkerUnavailableError
+from specpipe.launcher.child import KILL_AFTER_S, ChildProcess
+from specpipe.launcher.plan import (
+    DRAFT_WORKER,
+    TARGET_WORKER,
+    ProcessSpec,
+    ServiceConfig,
+    plan_coordinator,
+    plan_workers,
+    usable_cores,
+)
+
+MAX_RESTART_DELAY_S: Final = 30.0
+STABLE_AFTER_S: Final = 60.0  # a worker that lived this long starts again with the shortest delay
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessInfo:
+    role: str
+    pid: int
+    address: str | None
+
+
+OnProgress = Callable[[str, str], None]  # (name of a process, "loading" or "ready")
+
+
+class LocalService:
+    """A service on this machine: `async with LocalService(config) as service: await service.start()`.
+
+    Nothing of it is left after the block.
+    """
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.config = config
+        self.address = ""
+        self.failure: asyncio.Future[SpecpipeError] = asyncio.get_running_loop().create_future()
+        self._workers: list[ChildProcess] = []
+        self._coordinator: ChildProcess | None = None
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._parent_fd, self._life_fd = os.pipe()  # children hold the first; the second closes when we are gone
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(grace_s=None if error else 0.0)
+        os.close(self._parent_fd)
+        os.close(self._life_fd)
+
+    @property
+    def processes(self) -> list[ProcessInfo]:
+        children = [self._coordinator, *self._workers] if self._coordinator else self._workers
+        return [ProcessInfo(role=c.spec.role, pid=c.pid, address=c.address) for c in children]
+
+    async def start(self, on_progress: OnProgress | None = None) -> None:
+        """Returns once requests are answered at `address`.
+
+        Raises ConfigError or WorkerUnavailableError, with the failing process's own sentence, if that cannot be.
+        """
+        report = on_progress or _ignore_progress
+        await self._start_workers(report)
+        addresses: dict[str, list[str]] = {TARGET_WORKER: [], DRAFT_WORKER: []}
+        for worker in self._workers:
+            addresses[worker.spec.role].append(worker.address)
+        spec = plan_coordinator(self.config, addresses[TARGET_WORKER], addresses[DRAFT_WORKER])
+        report(spec.role, "loading")
+        self._coordinator = await ChildProcess.start(spec, self._parent_fd)
+        report(spec.role, "ready")
+        self.address = self._coordinator.address
+        self._supervisors = [asyncio.create_task(self._keep_alive(i)) for i in range(len(self._workers))]
+        self._supervisors.append(asyncio.create_task(self._watch_coordinator(self._coordinator)))
+
+    async def stop(self, *, grace_s: float | None) -> None:
+        """Let answers finish for `grace_s` seconds (None: kill at once), then end all processes. Idempotent."""
+        for task in self._supervisors:
+            task.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        self._supervisors.clear()
+        if self._coordinator is not None:
+            await _end(self._coordinator, grace_s)
+            self._coordinator = None
+        await asyncio.gather(*(_end(worker, None if grace_s is None else 0.0) for worker in self._workers))
+        self._workers.clear()
+
+    async def _start_workers(self, on_progress: OnProgress) -> None:
+        """All or none: the first failure ends the others and is what the caller sees."""
+        specs = plan_workers(self.config, usable_cores())
+
+        async def start(spec: ProcessSpec, name: str) -> ChildProcess:
+            on_progress(name, "loading")
+            child = await ChildProcess.start(spec, self._parent_fd)
+            on_progress(name, "ready")
+            return child
+
+        names = process_names(specs)
+        tasks = [asyncio.create_task(start(spec, name)) for spec, name in zip(specs, names, strict=True)]
+        try:
+            self._workers = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(child.kill() for child in outcomes if isinstance(child, ChildProcess)))
+            raise
+
+    async def _keep_alive(self, index: int) -> None:
+        """Start worker `index` again each time it ends: on the same port, so that the coordinator finds it."""
+        delay_s = 1.0
+        while True:
+            worker = self._workers[index]
+            started = time.monotonic()
+            code = await worker.wait()
+            if time.monotonic() - started > STABLE_AFTER_S:
+                delay_s = 1.0
+            logger.warning("%s (pid %d) ended with code %d", worker.spec.role, worker.pid, code)
+            delay_s = await self._restart(index, worker, delay_s)
+
+    async def _restart(self, index: int, worker: ChildProcess, delay_s: float) -> float:
+        """Try until it serves. Returns the delay before the next try, should it end again."""
+        port = int(worker.address.rpartition(":")[2])
+        while True:
+            logger.warning("%s starts again in %.0f s", worker.spec.role, delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
+            try:
+                self._workers[index] = await ChildProcess.start(worker.spec, self._parent_fd, port=port)
+            except SpecpipeError as error:
+                logger.warning("%s did not start: %s", worker.spec.role, error)
+                continue
+            logger.warning("%s is back at %s", worker.spec.role, worker.address)
+            return delay_s
+
+    async def _watch_coordinator(self, coordinator: ChildProcess) -> None:
+        code = await coordinator.wait()
+        self.failure.set_result(WorkerUnavailableError(f"the coordinator ended with code {code}"))
+
+
+async def _end(child: ChildProcess, grace_s: float | None) -> None:
+    await (child.kill() if grace_s is None else child.terminate(grace_s + KILL_AFTER_S))
+
+
+def process_names(specs: list[ProcessSpec]) -> list[str]:
+    """Roles, numbered where there are several of one."""
+    totals = {spec.role: sum(other.role == spec.role for other in specs) for spec in specs}
+    seen: dict[str, int] = {}
+    names = []
+    for spec in specs:
+        seen[spec.role] = seen.get(spec.role, 0) + 1
+        names.append(spec.role if totals[spec.role] == 1 else f"{spec.role} {seen[spec.role]}")
+    return names
+
+
+def _ignore_progress(_name: str, _state: str) -> None:
+    """The default of `on_progress`."""
