@@ -78,7 +78,7 @@ def attention_forward(
     if not kwargs.keys() <= _HARMLESS:
         _refuse_unknown(module, kwargs)
     attended = specpipe_plan.attend(
-        module.layer_idx,  # type: ignore[arg-type]
+        module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -119,7 +119,7 @@ class ShapeProbe:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
+        scaling: float,  # noqa: ARG002 (the protocol's)
         window: int | None,
     ) -> torch.Tensor:
         _, num_kv_heads, key_dim = key.shape
@@ -189,7 +189,8 @@ class _GroupTensors:
 class StepPlan:
     """One step on the device: what `attend` does in every layer."""
 
-    def __init__(self, arrays: StepArrays, cache: KVCache, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arrays: StepArrays, cache: KVCache) -> None:
+        device, dtype = cache.device, cache.dtype
         self.cache = cache
         self.num_rows = len(arrays.tokens)
         self.tokens = torch.from_numpy(arrays.tokens).to(device).unsqueeze(0)

@@ -23,8 +23,9 @@ class SessionRows:
     Committed rows come first: a chunk of prompt, or committed tokens not yet computed. Row i of them has position
     `num_computed + i`, writes the slot `context_slots[num_computed + i]` and sees `context_slots[: its position + 1]`.
 
-    Tree rows follow. Row j of them has index k = `tree_rows[j]` in the tree, stands at `tree_positions[k]`, writes `tree_slots[k]` and sees all of
-    `context_slots` plus those `tree_slots[k]` for which bit k of `tree_visible[j]` is set: its ancestors and itself.
+    Tree rows follow. Row j of them has index k = `tree_rows[j]` in the tree, stands at `tree_positions[k]`, writes
+    `tree_slots[k]` and sees all of `context_slots` plus those `tree_slots[k]` for which bit k of `tree_visible[j]` is
+    set: its ancestors and itself.
     `tree_slots` may also hold nodes computed in earlier steps (on the draft worker).
     """
 

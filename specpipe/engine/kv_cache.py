@@ -5,10 +5,14 @@ Owns: the tensors. Must not know: which session holds a slot (slots.py), how att
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+_ALIGNMENT = 64  # a cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +24,7 @@ class LayerShape:
     value_dim: int
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize)
 
 
 class KVCache:
@@ -30,16 +34,23 @@ class KVCache:
         self, layers: Sequence[LayerShape], num_slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_slots = num_slots
-        self.layers = tuple(layers)
-        self.keys = [
-            torch.zeros(num_slots, layer.num_kv_heads, layer.key_dim, dtype=dtype, device=device) for layer in layers
-        ]
-        self.values = [
-            torch.zeros(num_slots, layer.num_kv_heads, layer.value_dim, dtype=dtype, device=device) for layer in layers
-        ]
+        self.dtype = dtype
+        self.device = device
+        self.keys = [_zeros((num_slots, layer.num_kv_heads, layer.key_dim), dtype, device) for layer in layers]
+        self.values = [_zeros((num_slots, layer.num_kv_heads, layer.value_dim), dtype, device) for layer in layers]
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero `slots` in every layer: a masked NaN would leak through attention (0 x NaN is NaN)."""
-        index = torch.tensor(slots, dtype=torch.int64, device=self.keys[0].device)
+        index = torch.tensor(slots, dtype=torch.int64, device=self.device)
         for tensor in (*self.keys, *self.values):
             tensor.index_fill_(0, index, 0.0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU the pages are the kernel's zero page until a slot is written, so that unused slots cost no memory."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)

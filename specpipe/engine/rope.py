@@ -20,13 +20,13 @@ def fix_frequencies(model: torch.nn.Module, max_context: int) -> list[str]:
         if isinstance(kinds, str) and _depends_on_length(kinds):
             _settle(module, max_context)
             fixed.append(kinds)
-            module.rope_type = "default"  # type: ignore[assignment]
+            module.rope_type = "default"
         elif isinstance(kinds, dict):
             lengthy = {layer: kind for layer, kind in kinds.items() if _depends_on_length(kind)}
             for layer, kind in lengthy.items():
                 _settle(module, max_context, layer_type=layer)
                 fixed.append(kind)
-            module.rope_type = {**kinds, **dict.fromkeys(lengthy, "default")}  # type: ignore[assignment]
+            module.rope_type = {**kinds, **dict.fromkeys(lengthy, "default")}
     return fixed
 
 

@@ -1,0 +1,171 @@
+"""From an EngineConfig to a ModelRunner.
+
+Owns: dtype, device, context limit and number of slots; loading weights through transformers; admission of families.
+Must not know: workers, sessions, the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from specpipe.config import EngineConfig
+from specpipe.engine import families, rope, self_check
+from specpipe.engine.folder import ModelFolder, check_folder
+from specpipe.engine.prepared import PreparedModel
+from specpipe.engine.runner import ModelRunner
+from specpipe.errors import ConfigError, UnsupportedModelError
+from specpipe.types import ModelInfo
+
+OnProgress = Callable[[float, str], None]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT = 4096  # of a model whose config sets no limit
+MAX_DEFAULT_SESSIONS = 16  # full contexts that the default number of slots holds
+MAX_DEFAULT_CONTEXT = 4096  # slots counted for each of them
+MEMORY_SHARE = 0.25  # of the memory free after loading, for keys and values, on a CPU
+GPU_MEMORY_SHARE = 0.8  # on a GPU
+
+
+def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -> ModelRunner:
+    """Load a model and give it room.
+
+    The context limit is the model's own, or `config.max_context` if that is less, or what the slots can hold. Without
+    `config.num_slots` there are slots for min(max_sessions, 16) contexts of at most 4096 tokens, and for one full
+    context at least, as far as a quarter of the free memory (GPU: 80 %) allows.
+    Raises ConfigError (missing or broken files, no such device), UnsupportedModelError (with the reason).
+    """
+    report = on_progress or (lambda *_: None)
+    report(0.0, "checking files")
+    folder = check_folder(config.model)
+    device = _device(config)
+    torch.set_num_threads(config.num_threads)
+    report(0.1, f"loading {folder.name}")
+    model = load_weights(folder, config.dtype).to(device)
+    report(0.8, "preparing")
+    runner = create_runner(model, folder, config)
+    report(1.0, f"{folder.name} is ready")
+    return runner
+
+
+def load_weights(folder: ModelFolder, dtype: str) -> PreTrainedModel:
+    """The transformers model with all its weights; no weight may be missing or left over unloaded."""
+    source: dict[str, Any] = {"local_files_only": True}
+    if folder.gguf is not None:
+        source["gguf_file"] = folder.gguf.name
+    with _quiet_transformers(), _translated_errors(folder):
+        model_config = AutoConfig.from_pretrained(folder.path, **source)
+        if folder.gguf is not None and (reason := families.reason_to_refuse(model_config.to_dict())):
+            raise UnsupportedModelError(f"{folder.gguf}: {reason}")
+        if folder.gguf is None:
+            source["use_safetensors"] = True
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder.path,
+            config=model_config,
+            dtype=resolve_dtype(dtype, model_config),
+            output_loading_info=True,
+            **source,
+        )
+    _refuse_incomplete(folder, loading)
+    return model
+
+
+def create_runner(loaded: PreTrainedModel, folder: ModelFolder, config: EngineConfig) -> ModelRunner:
+    """A runner for a loaded model: context limit, rotary frequencies, admission, slots."""
+    max_context = min(folder.max_positions or DEFAULT_CONTEXT, config.max_context or 2**31)
+    rope.fix_frequencies(loaded, max_context)
+    model = PreparedModel(loaded)
+    if model.name not in families.PROVEN:
+        self_check.check_model(model, max_context)
+    num_slots = config.num_slots or default_num_slots(
+        config, max_context, model.bytes_per_slot, _free_bytes(model.device)
+    )
+    if num_slots <= max_context:
+        logger.info("%s: context limited to %d tokens, the number of KV slots", folder.name, num_slots - 1)
+        max_context = num_slots - 1
+    info = ModelInfo(
+        name=folder.name,
+        fingerprint=folder.fingerprint(str(loaded.dtype).removeprefix("torch.")),
+        tokenizer_fingerprint=folder.vocabulary.fingerprint,
+        vocab_size=min(folder.vocabulary.size, model.num_output_rows),
+        max_context=max_context,
+        eos_token_ids=folder.eos_token_ids,
+    )
+    return ModelRunner(model, info, num_slots=num_slots)
+
+
+def default_num_slots(config: EngineConfig, max_context: int, bytes_per_slot: int, free_bytes: int) -> int:
+    """Slots when none are asked for, slot 0 included. Raises ConfigError if not even 64 tokens fit."""
+    num_sessions = min(config.max_sessions, MAX_DEFAULT_SESSIONS)
+    wanted = max(num_sessions * min(max_context, MAX_DEFAULT_CONTEXT), max_context + config.max_batch_tokens) + 1
+    share = MEMORY_SHARE if config.device == "cpu" else GPU_MEMORY_SHARE
+    affordable = int(free_bytes * share) // bytes_per_slot
+    if affordable < 64:
+        raise ConfigError(f"{free_bytes >> 20} MiB of free memory hold only {affordable} KV slots; set num_slots")
+    return min(wanted, affordable)
+
+
+def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+    """`auto` is the dtype in the model's config; float32 if it names none, or float16, which float32 holds exactly."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    stored = getattr(config, "dtype", None)
+    if isinstance(stored, str):
+        stored = getattr(torch, stored, None)
+    return torch.bfloat16 if stored is torch.bfloat16 else torch.float32
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"device {config.device!r} was asked for, but torch sees no CUDA device")
+    return torch.device(config.device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _refuse_incomplete(folder: ModelFolder, loading: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and only warns."""
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        names = sorted(str(name) for name in loading.get(problem) or ())
+        if names:
+            kind = problem.replace("_", " ")
+            raise ConfigError(
+                f"{folder.path}: the weights do not fill the model ({kind}: {names[0]}, {len(names)} in all)"
+            )
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars or advice on our terminal: progress goes to the callback, problems become errors."""
+    verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _translated_errors(folder: ModelFolder) -> Iterator[None]:
+    """Errors of transformers and of its readers become one sentence that names the folder."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnsupportedModelError(f"{folder.path}: transformers cannot load it ({first_line})") from error
