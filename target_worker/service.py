@@ -1,0 +1,61 @@
+"""The target worker as a process: load the model, measure its steps, serve the loop until told to stop.
+
+Owns: what is made at start and in which order. Must not know: what a step does, what travels on a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from specpipe.config import TargetWorkerConfig
+from specpipe.engine.interface import StepModel
+from specpipe.errors import ConfigError
+from specpipe.model_thread import Send
+from specpipe.types import Hello
+from specpipe.worker_service import serve_worker
+from target_worker.costs import StepCosts, measure
+from target_worker.worker import TargetLoop
+
+logger = logging.getLogger(__name__)
+
+MAX_MEASURING_S = 3.0
+
+
+async def serve(config: TargetWorkerConfig) -> int:
+    """Serve one target worker; returns the process's exit code.
+
+    Raises ConfigError if it cannot start as configured, and whatever ended the model thread.
+    """
+    # NOTE: the seam for several ranks. Rank 0 has this server, the trees and all decisions; the StepBatch that a step
+    # is made of is what it would announce to the others, behind the same StepModel interface.
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} is not available yet; use 1")
+    return await serve_worker("target", config.server, lambda send: _create(config, send))
+
+
+def _create(config: TargetWorkerConfig, send: Send) -> tuple[Hello, TargetLoop]:
+    """Load and measure. Runs on the model thread."""
+    from specpipe.engine.loader import load_model  # torch takes seconds to import: the port is taken before
+
+    model = load_model(config.engine)
+    loop = create_loop(model, config, send)
+    hello = Hello(
+        protocol_version=0,  # filled in by the service
+        incarnation=secrets.randbits(64),
+        model=model.info,
+        num_slots=model.num_slots,
+        max_sessions=config.engine.max_sessions,
+    )
+    return hello, loop
+
+
+def create_loop(
+    model: StepModel, config: TargetWorkerConfig, send: Send, *, max_measuring_s: float = MAX_MEASURING_S
+) -> TargetLoop:
+    """A loop that knows what the model's steps cost."""
+    costs = StepCosts(config.engine.max_batch_tokens)
+    measure(model, costs, max_rows=config.engine.max_batch_tokens, max_s=max_measuring_s, clock=time.perf_counter)
+    logger.info("a step takes %.1f ms with 1 row, %.1f ms with 16", costs.estimate(1), costs.estimate(16))
+    return TargetLoop(model, config, send, costs=costs)
