@@ -216,7 +216,7 @@ async def test_a_pause_that_ended_before_the_step_did_is_never_told():
         rig.thread.pause(rig.link, True)
         rig.thread.pause(rig.link, False)
         rig.loop.gate.set()
-        await rig.until(lambda: rig.loop.log.count("step") == 2)
+        await rig.until(lambda: rig.loop.log.count("step") == 3)
         rig.thread.pause(rig.link, True)
         await rig.until(lambda: (rig.link, "paused True") in rig.loop.log)
         rig.thread.pause(rig.link, False)
