@@ -23,6 +23,8 @@ TOOLS = ("grpcio-tools==1.81.1", "mypy-protobuf==5.1.0")
 PROTO_ROOT = Path(__file__).resolve().parent
 REPOSITORY = PROTO_ROOT.parent
 ENVIRONMENT = REPOSITORY / ".venv-proto"
+STAMP = ENVIRONMENT / "tools.txt"
+TOOLS_TEXT = "\n".join(TOOLS) + "\n"
 PACKAGE = Path("specpipe/rpc/v1")
 DIGESTS = "digests.sha256"
 """Beside the generated code: one line for each source and each generated file, so that drift is seen without tools."""
@@ -44,15 +46,18 @@ def main() -> int:
 
 
 def tools_python() -> Path:
-    """The interpreter of the throw-away environment, which is made or corrected first."""
+    """The interpreter of the throw-away environment, which is made or replaced first if need be."""
     python = ENVIRONMENT / "bin" / "python"
-    stamp = ENVIRONMENT / "tools.txt"
-    wanted = "\n".join(TOOLS) + "\n"
-    if not (stamp.exists() and stamp.read_text() == wanted):
+    if not has_tools():
         venv.create(ENVIRONMENT, with_pip=True, clear=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *TOOLS], check=True)
-        stamp.write_text(wanted)
+        STAMP.write_text(TOOLS_TEXT)
     return python
+
+
+def has_tools() -> bool:
+    """The throw-away environment exists and has these versions."""
+    return STAMP.exists() and STAMP.read_text() == TOOLS_TEXT
 
 
 def generate(out: Path, python: Path) -> Path:
