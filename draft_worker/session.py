@@ -3,8 +3,7 @@
 Owns: what a commit, an expansion or the end of drafting does to tokens, slots and tree. Pure: no clock, no I/O.
 Must not know: torch, gRPC, other sessions, when a step runs.
 
-An *expanded* node has a slot (its K and V are computed) and a fan: the ranked candidates its row gave. Candidates that
-are worth it are nodes of the tree; the others wait in the fan, because a commit may bring their parent near the base.
+An *expanded* node has a slot (its K and V are computed) and a fan: the ranked candidates its row gave.
 The root is expanded exactly when every committed token is computed; until then the tree is empty.
 """
 
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from draft_worker.fans import Fan, Fans
 from specpipe.calibration import Calibrator
 from specpipe.errors import InvariantError
 from specpipe.sampling.coupled import Chooser
@@ -33,9 +33,12 @@ class GrowthRules:
     max_nodes: int = 256  # nodes of one session's tree
     max_depth: int = 48  # its depth
     fan: int = 5  # candidates ranked below an expanded node
-    min_reach: float = 0.01  # a node of smaller reach is neither kept (unless first-ranked) nor expanded
+    min_reach: float = 0.001  # a node of smaller reach is neither kept (unless first-ranked) nor expanded
+    min_share: float = 0.05  # a candidate waits while its reach is below this share of the best leaf's ...
+    num_free_nodes: int = 32  # ... and the tree has so many nodes
+    min_chain: int = 8  # the first-ranked path grows this deep whatever its reach: a flat draft may be right
     min_wanted_nodes: int = 64  # a session with fewer nodes always grows
-    wanted_nodes_per_budget: float = 8.0  # times the nodes that the target would verify next: then it has enough
+    wanted_nodes_per_budget: float = 16.0  # times the nodes that the target would verify next: then it has enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class DraftSession:
         # A drafted node is of use if the target may verify it: its row must not be the answer's last token or beyond.
         # A node just beyond the draft's own context can be proposed, though not expanded.
         self._max_position = min(opened.stops.max_length - 2, max_context)
-        self._fans: dict[Node, list[tuple[int, float]]] = {}
+        self._fans = Fans(calibrator.estimate, DRAFTER)
         self._unsent: dict[Node, int] = {}  # new nodes and the step that ranked them
         self._reported_step = 0  # last step whose share was reported
         self._answered_base = -1  # base whose last extension (is_exhausted) was sent
@@ -147,13 +150,14 @@ class DraftSession:
         """Nodes worth expanding now. Each gets at least one child if it is expanded before the tree changes."""
         if not self.is_active or self.num_pending or self.max_expansions < 1:
             return
+        end = self._chain_end()
         if self._chain_length is not None:
-            leaf = self._chain_end()
-            if leaf.slot is None and leaf.depth < self._chain_length and self._has_room_below(leaf):
-                yield leaf
+            if end.depth < self._chain_length and self._can_expand(end):
+                yield end
         elif self.tree.num_nodes < self._wanted_nodes():
             for node in self.tree.nodes():
-                if node.slot is None and node.reach >= self._rules.min_reach and self._has_room_below(node):
+                is_worth_it = node.reach >= self._rules.min_reach or (node is end and end.depth < self._rules.min_chain)
+                if is_worth_it and self._can_expand(node):
                     yield node
 
     @property
@@ -168,12 +172,12 @@ class DraftSession:
 
         Each node is the root or has a slot. Raises SpecpipeError when no candidate can be ranked.
         """
-        fan = 1 if self.is_sync else self._rules.fan
+        count = 1 if self.is_sync else self._rules.fan
         for node, logits in results:
-            self._fans[node] = self._chooser.rank(logits, self.base + node.depth, fan)
-            self._add_candidate(node, step.number)
-        for node, _ in results:
-            self._widen(node, step.number)
+            ranked = self._chooser.rank(logits, self.base + node.depth, count)
+            self._fans.put(node, Fan(ranked, step.number))
+            self._add_next_of(node)
+        self._widen()
 
     def spent(self, step: DraftStep) -> None:
         """Account a step that had rows of this session."""
@@ -191,9 +195,8 @@ class DraftSession:
         self.slots.extend(node.slot for node in advance.path if node.slot is not None)
         self._chain_time = _ChainTime()
         self._is_off = self._is_off or not self._knows(tokens)
-        self._keep_fans(advance.path)
-        for node in self._fans:
-            self._widen(node, self._last_step_of(node))
+        self._keep_alive(advance.path)
+        self._widen()
         return [node.slot for node in advance.dropped if node.slot is not None]
 
     def reset(self) -> list[int]:
@@ -266,9 +269,10 @@ class DraftSession:
         wanted = int(self.next_budget * rules.wanted_nodes_per_budget)
         return min(max(wanted, rules.min_wanted_nodes), rules.max_nodes)
 
-    def _has_room_below(self, node: Node) -> bool:
-        """Whether a child of `node` is within the tree, the answer and the draft's context."""
-        return node.depth < self._rules.max_depth and self.base + node.depth <= self._max_position
+    def _can_expand(self, node: Node) -> bool:
+        """Whether `node` is not expanded and a child of it is within the tree, the answer and the draft's context."""
+        is_within = node.depth < self._rules.max_depth and self.base + node.depth <= self._max_position
+        return node.slot is None and is_within
 
     def _chain_end(self) -> Node:
         node = self.tree.root
@@ -276,28 +280,26 @@ class DraftSession:
             node = next(iter(node.children.values()))
         return node
 
-    def _add_candidate(self, node: Node, step: int) -> bool:
-        """Turn the next candidate of `node` into a node. False: the tree is full."""
-        token, confidence = self._fans[node][len(node.children)]
+    def _add_next_of(self, node: Node) -> None:
+        """Turn the best waiting candidate of `node` into a node; there is room for it."""
+        following = self._fans.next_of(node)
+        if following is None:
+            return
+        (token, confidence), step = following
         child = self.tree.add_child(node, token, confidence, drafter=DRAFTER, draft_step=step)
-        if child is not None:
-            self._unsent[child] = step
-        return child is not None
+        assert child is not None, "no room for a child"
+        self._unsent[child] = step
+        self._fans.enqueue(node)
 
-    def _widen(self, node: Node, step: int) -> None:
-        """Add the candidates of `node` that are worth it."""
-        for rank, (_, confidence) in enumerate(self._fans[node]):
-            if rank >= len(node.children) and not (
-                self._is_worth(node, rank, confidence) and self._add_candidate(node, step)
-            ):
+    def _widen(self) -> None:
+        """Add waiting candidates, best first, while they compare with the leaves that would be expanded next."""
+        best_leaf = max((node.reach for node in self.tree.nodes() if node.slot is None), default=0.0)
+        floor = max(self._rules.min_reach, self._rules.min_share * best_leaf)
+        while self.tree.num_nodes < self._rules.max_nodes:
+            reach = self._fans.best_reach
+            if reach == 0.0 or (reach < floor and self.tree.num_nodes >= self._rules.num_free_nodes):
                 return
-
-    def _is_worth(self, parent: Node, rank: int, confidence: float) -> bool:
-        estimate = self._calibrator.estimate(rank, parent.depth + 1, confidence, DRAFTER)
-        return parent.reach * estimate >= self._rules.min_reach
-
-    def _last_step_of(self, node: Node) -> int:
-        return max((child.draft_step for child in node.children.values()), default=0)
+            self._add_next_of(self._fans.pop())
 
     def _observe(self, tokens: Sequence[int]) -> None:
         """Tell the calibrator which children of the walked nodes were the target's choices."""
@@ -310,15 +312,12 @@ class DraftSession:
                 return
             node = node.children[token]
 
-    def _keep_fans(self, path: Sequence[Node]) -> None:
+    def _keep_alive(self, path: Sequence[Node]) -> None:
         """Drop fans and unsent marks of nodes that left the tree; the last accepted node's fan is the new root's."""
-        root = self.tree.root
-        alive = set(self.tree.nodes())
-        root_fan = self._fans.get(path[-1]) if path and len(self.slots) == self.base else None
-        self._fans = {node: fan for node, fan in self._fans.items() if node in alive}
+        alive = dict.fromkeys(self.tree.nodes())
+        former = path[-1] if path and len(self.slots) == self.base else None
+        self._fans.rebase(alive, self.tree.root, former)
         self._unsent = {node: step for node, step in self._unsent.items() if node in alive}
-        if root_fan is not None:
-            self._fans[root] = root_fan
 
     def _take_chain(self, step: DraftStep) -> Extension | None:
         if self.num_pending or self._answered_base == self.base or next(self.leaves(), None) is not None:
