@@ -1,0 +1,27 @@
+"""Fixtures that several layers of tests share. Models are made once a session, in a temporary folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tiny_models import TinyPair
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """A random target and a draft that is sometimes right; both with one tokenizer."""
+    from tiny_models import make_pair
+
+    return make_pair(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft with the tiny target's tokenizer that is nearly always wrong."""
+    from tiny_models import make_random_draft
+
+    return make_random_draft(tmp_path_factory.mktemp("random") / "draft")
