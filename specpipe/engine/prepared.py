@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from specpipe.engine import attention
 from specpipe.engine.attention import PLAN, ShapeProbe, StepPlan
+from specpipe.engine.fast_decoder import FastDecoder
 from specpipe.engine.kv_cache import LayerShape
 from specpipe.errors import InvariantError, SpecpipeError, UnsupportedModelError
 
@@ -33,6 +34,7 @@ class PreparedModel:
         self.layers: list[LayerShape] = [probe.shapes[layer] for layer in range(len(probe.shapes))]
         self.windows: list[int | None] = [probe.windows[layer] for layer in range(len(probe.shapes))]
         self.dtype: torch.dtype = probe.dtype  # of keys and values
+        self.fast = FastDecoder(model, self.windows) if FastDecoder.can_run(model) else None
 
     @property
     def bytes_per_slot(self) -> int:
@@ -40,6 +42,8 @@ class PreparedModel:
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run the step; return logits of its wanted rows, [num_wanted, output rows of the model]."""
+        if self.fast is not None:
+            return self.fast.logits(plan.tokens, plan.positions, plan.wanted, plan)
         keep = {"logits_to_keep": plan.wanted} if self._keeps_logits else {}
         inputs = {"input_ids": plan.tokens, "position_ids": plan.positions, "use_cache": False, PLAN: plan}
         logits: torch.Tensor = self.model(**inputs, **keep).logits[0]

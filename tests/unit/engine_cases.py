@@ -136,7 +136,7 @@ def create_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedM
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     return model
 
 
