@@ -34,6 +34,7 @@ Ids = npt.NDArray[np.int64]
 _MAX_POSITIONS = 64  # positions whose noise is kept: more than a tree is deep
 _FEW = 2048  # so many allowed ids are scored one by one
 _NEGLIGIBLE = np.float32(16.0)  # what lies this far below the best adds nothing to a confidence
+_NUM_FILLS = 4  # so many times the tokens wanted are looked at below the draft's own cut
 _BELOW_CUT = np.float32(3.0)  # by how much the logit of a token just below the draft's own cut is lowered
 
 
@@ -123,8 +124,8 @@ class Chooser:
         total = float(_exp(all_scores - scores[0]).sum())
         rest = _below_cut(logits, allowed)
         if len(ids) < count and rest.max() > -np.inf:
-            contenders = _contenders(rest, self._temperature, noise, count - len(ids))
-            more, more_scores = _best(*contenders, count - len(ids))
+            near = _largest(rest, _NUM_FILLS * count)
+            more, more_scores = _best(near, rest[near] + self._temperature * noise.of(near), count - len(ids))
             ids, scores = np.concatenate((ids, more)), np.concatenate((scores, more_scores))
             total += float(_exp(more_scores - scores[0]).sum())
         return ids, scores, total
