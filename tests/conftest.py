@@ -25,3 +25,9 @@ def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_models import make_random_draft
 
     return make_random_draft(tmp_path_factory.mktemp("random") / "draft")
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tiny_pair: TinyPair) -> tuple[Path, Path]:
+    """Target and draft folder of the tiny pair."""
+    return tiny_pair.target, tiny_pair.draft

@@ -6,10 +6,9 @@ Owns: from flags to the configuration of that process. The service itself is imp
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
 from specpipe import demo
 from specpipe.cli.failure import exit_code_of, say_error
@@ -20,6 +19,8 @@ from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.process import run_process
 from specpipe.telemetry import configure_logging
 from specpipe.types import Mode, Rule
+
+STDOUT: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,7 @@ def run_service(main: Callable[[], Awaitable[int]], server: ServerConfig, engine
 
 def server_config(flags: ServerFlags) -> ServerConfig:
     """Without a parent that waits for it, the address goes to stdout."""
-    ready_fd = os.dup(sys.stdout.fileno()) if flags.ready_fd is None else flags.ready_fd
+    ready_fd = os.dup(STDOUT) if flags.ready_fd is None else flags.ready_fd
     return ServerConfig(
         host=flags.host, port=flags.port, grace_s=flags.grace, ready_fd=ready_fd, parent_fd=flags.parent_fd
     )

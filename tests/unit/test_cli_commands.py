@@ -1,0 +1,206 @@
+"""What a command line is refused for, in one sentence and at once; and what its output looks like."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from specpipe.cli.app import run
+from specpipe.cli.output import JsonOutput, PlainOutput
+from specpipe.client import Chunk, Event, Finished, GenerateRequest, SpeculationStats, Started, Timing
+from specpipe.errors import CapacityError
+from specpipe.types import FinishReason, Origin
+
+NOBODY = "127.0.0.1:9"
+
+STATS = SpeculationStats(
+    mode="pipelined",
+    rule="coupled",
+    rounds=2,
+    drafted_tokens=9,
+    verified_tokens=4,
+    accepted_tokens=1,
+    mean_acceptance_length=1.5,
+    acceptance_rate=0.5,
+    hit_rate=None,
+    draft_ms=4.0,
+    exposed_draft_ms=1.0,
+    hidden_draft_ms=3.0,
+    wasted_draft_ms=0.0,
+    target_step_ms=2.0,
+    draft_step_ms=1.0,
+    step_gap_ms=0.1,
+)
+EVENTS: tuple[Event, ...] = (
+    Started(request_id="r", model="m", prompt_tokens=2, seed=7),
+    Chunk(token_ids=(5, 6), text="[b]one", origins=(Origin.ACCEPTED, Origin.BONUS), round=1),
+    Chunk(token_ids=(7,), text=" two", origins=(Origin.PLAIN,), round=2),
+    Finished(
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=2,
+        completion_tokens=3,
+        timing=Timing(ttft_ms=10.0, tpot_ms=5.0, total_ms=20.0),
+        speculation=STATS,
+    ),
+)
+
+
+async def stream(*items: Event | Exception) -> AsyncIterator[Event]:
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["generate"], "give a prompt"),
+        (["generate", "x", "--prompts", "f"], "not both"),
+        (["generate", ""], "prompt must be at least one character"),
+        (["generate", "x", "--frobnicate"], "No such option"),
+        (["generate", "x", "--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["generate", "x", "--temperature", "nan"], "temperature must be a finite number"),
+        (["generate", "x", "--mode", "warp"], "'off', 'sync', 'pipelined'"),
+        (["generate", "x", "--seed", "1.5"], "--seed"),
+        (["generate", "x", "--connect", "nowhere"], "--connect needs HOST:PORT"),
+        (["generate", "x", "--connect", NOBODY, "--draft", "none"], "--draft cannot be used with --connect"),
+        (["generate", "x", "--connect", NOBODY, "--no-pin"], "--no-pin cannot be used with --connect"),
+        (["generate", "x", "--target", "/no/such/folder"], "no such model folder"),
+        (["generate", "x", "--log-level", "loud"], "log level must be one of"),
+        (["serve", "--target", "/no/such/folder"], "no such model folder"),
+        (["coordinator"], "--target HOST:PORT"),
+        (["coordinator", "--target", "host"], "--target needs HOST:PORT"),
+        (["target-worker", "--model", "/no/such/folder"], "no such model folder"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_sentence(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert reason in err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("--dtype", "int3", "dtype must be"),
+        ("--device", "tpu", "device must be"),
+        ("--draft-workers", "0", "draft_workers must be at least 1"),
+        ("--target-workers", "-1", "target_workers must be at least 1"),
+        ("--tensor-parallel-size", "0", "tensor_parallel_size must be at least 1"),
+        ("--port", "70000", "port must be in 0..65535"),
+        ("--grace", "nan", "grace_s must be at least 0"),
+        ("--num-slots", "0", "num_slots must be at least 1"),
+    ],
+)
+def test_a_wrong_service_flag_is_refused_before_anything_starts(
+    tiny_folders: tuple[Path, Path], flag: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = tiny_folders
+    assert run(["serve", "--target", str(target), "--draft", str(draft), flag, value]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_models_that_do_not_fit_together_are_refused_naming_the_first_id(
+    tiny_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = tiny_folders
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in draft.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    first, second = (next(token for token, i in vocab.items() if i == wanted) for wanted in (70, 71))
+    vocab[first], vocab[second] = 71, 70
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert run(["generate", "x", "--target", str(target), "--draft", str(other)]) == 2
+    assert "id 70" in capsys.readouterr().err
+
+
+def test_cut_weights_are_refused_naming_the_file(
+    tiny_folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for file in tiny_folders[0].iterdir():
+        (cut / file.name).write_bytes(file.read_bytes())
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert run(["generate", "x", "--target", str(cut), "--draft", "none"]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_the_command_line_loads_neither_torch_nor_transformers_and_answers_soon(tmp_path: Path) -> None:
+    script = (
+        "import sys; from specpipe.cli.app import run; code = run(sys.argv[1:]);"
+        "loaded = {'torch', 'transformers'} & set(sys.modules); sys.exit(f'loaded {loaded}' if loaded else code)"
+    )
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script, "generate", "x", "--target", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "is not a model folder" in done.stderr
+    assert time.monotonic() - started < 8  # 2 s on a quiet machine
+
+
+def test_nobody_at_the_address_fails_each_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "a", "b", "--connect", NOBODY, "--json"]) == 1
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (first["prompt"], second["prompt"]) == ("a", "b")
+    assert first["error"]["code"] == "UNAVAILABLE"
+    assert NOBODY in first["error"]["message"]
+
+
+def test_demo_models_prints_target_then_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo-models"]) == 0
+    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == ["target", "draft"]
+
+
+async def test_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await JsonOutput().show(GenerateRequest(prompt="p"), stream(*EVENTS))
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == [
+        "prompt", "request_id", "seed", "token_ids", "text", "finish_reason", "usage", "timing", "speculation",
+    ]  # fmt: skip
+    assert shown["token_ids"] == [5, 6, 7]
+    assert shown["text"] == "[b]one two"
+    assert shown["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
+    assert shown["timing"] == {"ttft_ms": 10.0, "tpot_ms": 5.0, "total_ms": 20.0}
+    assert shown["speculation"]["hit_rate"] is None
+    assert len(shown["speculation"]) == 16
+
+
+async def test_an_answer_cut_off_is_an_error_and_never_a_whole_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not await JsonOutput().show(GenerateRequest(prompt=(1, 2)), stream(*EVENTS[:2], CapacityError("full")))
+    assert not await JsonOutput().show(GenerateRequest(prompt="p"), stream(*EVENTS[:2]))
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert first == {"prompt": [1, 2], "error": {"code": "RESOURCE_EXHAUSTED", "message": "full"}}
+    assert second["error"]["code"] == "INTERNAL"
+
+
+async def test_plain_output_is_the_text_as_it_is_and_one_line_of_statistics(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(*EVENTS))
+    text, statistics = capsys.readouterr().out.splitlines()
+    assert text == "[b]one two"
+    for part in ("3 tokens in 0.02 s (stop)", "200.0 tokens/s", "pipelined", "1.50 tokens a round", "seed 7"):
+        assert part in statistics
