@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator.detokenizer import (
@@ -145,17 +146,30 @@ class Tokenization:
 
 
 def load_tokenization(name: str) -> Tokenization:
-    """The tokenizer of a local folder or hub name. Raises ConfigError if there is none. Takes a second or two."""
+    """The tokenizer of a local folder, a .gguf file or a hub name. Takes a second or two.
+
+    Raises ConfigError if there is none.
+    """
     from transformers import AutoTokenizer
 
+    folder, arguments = _split_gguf(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **arguments)
     except (OSError, ValueError, KeyError) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"no tokenizer could be loaded from {name!r}: {first_line}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ConfigError(f"the tokenizer of {name!r} has no fast (tokenizer.json) form")
     return Tokenization(name, tokenizer)
+
+
+def _split_gguf(name: str) -> tuple[str, dict[str, str]]:
+    """Folder and further arguments: transformers wants a .gguf file by its folder and its name."""
+    path = Path(name)
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if len(files) != 1 or (path / "tokenizer.json").exists():
+        return name, {}
+    return str(files[0].parent), {"gguf_file": files[0].name}
 
 
 class TokenizerThread:

@@ -1,0 +1,125 @@
+"""What a request's state machine hears and what it says.
+
+Owns: events, instructions, and how an event is told in an error report. Must not know: what they lead to.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from coordinator.answers import AnswerEvent
+from specpipe.errors import SpecpipeError
+from specpipe.types import Commit, Extension, SessionMessage
+
+
+class Kind(enum.Enum):
+    """Of workers."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request's turn has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Answers Seek: this worker takes it, under a session id that was never used."""
+
+    kind: Kind
+    worker: int
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """Answers Seek: no worker of this kind can take it now. The machine asks again at a later Tick."""
+
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a worker, about a session of this request now or once."""
+
+    kind: Kind
+    message: SessionMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The stream to a worker ended, and with it the session there."""
+
+    kind: Kind
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The request is to end with this error: the client left, the service stops."""
+
+    error: SpecpipeError
+
+
+Event = Admitted | Placed | Unplaced | Received | Lost | Tick | Ended
+
+
+# Instructions
+
+
+@dataclass(frozen=True, slots=True)
+class Seek:
+    """Find a worker. Answered by Placed or Unplaced."""
+
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    worker: int
+    message: SessionMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Something for the client. Finished is the last."""
+
+    event: AnswerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The last word to the client instead of Finished."""
+
+    error: SpecpipeError
+
+
+Instruction = Seek | Send | Emit | Fail
+
+
+def told(event: Event) -> str:
+    """An event in a few words."""
+    if not isinstance(event, Received):
+        return str(event)
+    message = event.message
+    match message:
+        case Commit():
+            ends = "" if message.finish_reason is None else f" {message.finish_reason.value}"
+            what = f"commit {message.base}+{len(message.tokens)}{ends}"
+        case Extension():
+            what = f"extension at {message.base} of {len(message.tokens)}"
+        case _:
+            what = str(message)
+    return f"{event.kind.value}: {what}"

@@ -1,0 +1,143 @@
+"""Which workers there are, whether they fit, and which one takes the next session.
+
+Owns: the book of live connections of a kind, placement by load, back-off, the checks of a worker's hello.
+Must not know: asyncio, gRPC, requests. `coordinator.driver` dials; this module only decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coordinator.events import Kind
+from specpipe.errors import ModelMismatchError
+from specpipe.types import Heartbeat, Hello, ModelInfo, SessionMessage
+
+MAX_BACKOFF_S = 30.0
+AVOID_MS = 1_000.0  # a worker that refused a session for now is asked again after this
+CLOSING_MS = 30_000.0  # a session that was closed this long ago is forgotten, answered or not
+
+
+class Link(Protocol):
+    """What is needed of a `specpipe.worker_client.WorkerLink`."""
+
+    hello: Hello
+    heartbeat: Heartbeat
+
+    def send(self, message: SessionMessage) -> None: ...
+
+
+class Backoff:
+    """Seconds to wait before dialling again: 1, 2, 4 ... 30, and 1 again after a success."""
+
+    def __init__(self) -> None:
+        self._next_s = 1.0
+
+    def next_s(self) -> float:
+        wait_s, self._next_s = self._next_s, min(2 * self._next_s, MAX_BACKOFF_S)
+        return wait_s
+
+    def reset(self) -> None:
+        self._next_s = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One stream to one incarnation of a worker, and the sessions that it holds."""
+
+    number: int  # never used twice
+    kind: Kind
+    address: str
+    link: Link
+    sessions: set[int] = field(default_factory=set)  # opened and not yet Closed
+    closing_since_ms: dict[int, float] = field(default_factory=dict)  # of those: Close was sent
+    last_heard_ms: float = 0.0
+    is_suspect: bool = False  # silent: gets no new sessions
+    avoided_until_ms: float = 0.0  # it refused a session
+
+    @property
+    def model(self) -> ModelInfo:
+        assert self.link.hello.model is not None
+        return self.link.hello.model
+
+    @property
+    def has_room(self) -> bool:
+        max_sessions = self.link.hello.max_sessions
+        return not max_sessions or len(self.sessions) < max_sessions
+
+    def close(self, session: int, now_ms: float) -> None:
+        self.closing_since_ms[session] = now_ms
+
+    def forget(self, session: int) -> None:
+        self.sessions.discard(session)
+        self.closing_since_ms.pop(session, None)
+
+    def overdue(self, now_ms: float) -> list[int]:
+        """Sessions whose Closed should have come long ago."""
+        return [session for session, since_ms in self.closing_since_ms.items() if now_ms - since_ms > CLOSING_MS]
+
+
+class Pool:
+    """The live connections to workers of one kind."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._connections: dict[int, Connection] = {}
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(tuple(self._connections.values()))
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(self, connection: Connection) -> None:
+        self._connections[connection.number] = connection
+
+    def remove(self, connection: Connection) -> None:
+        self._connections.pop(connection.number, None)
+
+    def get(self, number: int) -> Connection | None:
+        return self._connections.get(number)
+
+    @property
+    def is_ready(self) -> bool:
+        """Some worker may be given sessions, now or when others end."""
+        return any(not connection.is_suspect for connection in self._connections.values())
+
+    def place(self, now_ms: float) -> Connection | None:
+        """The worker with the fewest sessions of those with room; the longest connected of equals."""
+        fit = [c for c in self if c.has_room and not c.is_suspect and c.avoided_until_ms <= now_ms]
+        return min(fit, key=lambda connection: (len(connection.sessions), connection.number), default=None)
+
+
+def check_target(model: ModelInfo, reference: ModelInfo, address: str) -> None:
+    """Raise ModelMismatchError unless sessions may move between this target and those of `reference`."""
+    if model.fingerprint != reference.fingerprint:
+        raise ModelMismatchError(
+            f"target worker {address} serves another model or dtype: fingerprint {model.fingerprint} ({model.name}) "
+            f"where the service has {reference.fingerprint} ({reference.name})"
+        )
+    _check_tokenizer(model, reference, f"target worker {address}")
+
+
+def check_draft(model: ModelInfo, target: ModelInfo, address: str) -> None:
+    """Raise ModelMismatchError unless the draft's token ids stand for the target's tokens.
+
+    Output sizes, context and EOS ids may differ: ends are the target's business, and ids beyond its tokenizer are
+    never proposed.
+    """
+    _check_tokenizer(model, target, f"draft worker {address}")
+
+
+def _check_tokenizer(model: ModelInfo, target: ModelInfo, who: str) -> None:
+    if model.tokenizer_fingerprint == target.tokenizer_fingerprint:
+        return
+    if model.vocab_size != target.vocab_size:
+        what = f"it has {model.vocab_size} tokens where the target has {target.vocab_size}"
+    else:
+        what = f"some of its {model.vocab_size} ids stand for other tokens"
+    raise ModelMismatchError(
+        f"the tokenizer of {who} ({model.name}) does not fit that of the target ({target.name}): {what} "
+        f"(fingerprints {model.tokenizer_fingerprint} and {target.tokenizer_fingerprint})"
+    )

@@ -1,0 +1,217 @@
+"""GenerateService and the coordinator as a process.
+
+Owns: the RPC, and the order in which the process starts and ends. Must not know: sessions, workers' messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from coordinator.answer_stream import AnswerStream
+from coordinator.answers import ChatMessage, Question, Request
+from coordinator.codec import event_to_pb, question_from_pb
+from coordinator.driver import Coordinator
+from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch, load_tokenization
+from coordinator.validation import ServiceFacts, check_question, create_request
+from specpipe.config import CoordinatorConfig
+from specpipe.engine.vocabulary import read_vocabulary
+from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError
+from specpipe.process import lifecycle, serve_until_stopped
+from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc
+from specpipe.server import Server, cause_of, create_server
+from specpipe.types import ModelInfo, Rule
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "specpipe.rpc.v1.GenerateService"
+ID_REUSE_WAIT_S = 0.5  # for a request with this id that is being cancelled
+HEALTH_INTERVAL_S = 0.2
+STOP_GRACE_S = 0.5  # for statuses to reach clients, after every request has ended
+MAX_DEADLINE_S = 10 * 365 * 86400.0  # a deadline beyond it is none
+
+
+class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
+    """Answers requests once `open` has been called with what is served."""
+
+    def __init__(self, coordinator: Coordinator, thread: TokenizerThread) -> None:
+        self._coordinator = coordinator
+        self._thread = thread
+        self._tokenization: Tokenization | None = None
+        self._facts: ServiceFacts | None = None
+
+    def open(self, tokenization: Tokenization, facts: ServiceFacts) -> None:
+        self._tokenization, self._facts = tokenization, facts
+
+    async def Generate(  # noqa: N802 (the name is the RPC's)
+        self, request: generate_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generate_pb2.GenerateResponse]:
+        received_ms = _now_ms()
+        valid = await self._read(question_from_pb(request), received_ms, _deadline_ms(context, received_ms))
+        stream = await self._submit(valid)
+        _watch_reader(context, stream)
+        try:
+            async for event in stream:
+                yield event_to_pb(event)
+        finally:
+            stream.close()
+
+    async def _read(self, question: Question, received_ms: float, deadline_ms: float | None) -> Request:
+        if self._facts is None:
+            raise WorkerUnavailableError("the service is still starting")
+        check_question(question, self._facts)
+        prompt = await self._tokenize(question)
+        return create_request(question, prompt, self._facts, received_ms=received_ms, deadline_ms=deadline_ms)
+
+    async def _submit(self, request: Request) -> AnswerStream:
+        assert self._tokenization is not None
+        await self._coordinator.wait_for_id(request.request_id, ID_REUSE_WAIT_S)
+        return self._coordinator.submit(request, self._tokenization.create_answer(request.stop_strings))
+
+    async def _tokenize(self, question: Question) -> list[int]:
+        assert self._tokenization is not None
+        prompt = question.prompt
+        if isinstance(prompt, str):
+            return await self._thread.run(self._tokenization.encode, prompt)
+        messages = [part for part in prompt or () if isinstance(part, ChatMessage)]
+        if messages:
+            chat = [{"role": message.role, "content": message.content} for message in messages]
+            return await self._thread.run(self._tokenization.encode_chat, chat)
+        return [part for part in prompt or () if isinstance(part, int)]
+
+
+def _watch_reader(context: Any, stream: AnswerStream) -> None:
+    """The end of the call, whoever ends it, ends the request; a reader that stalls ends the call."""
+    context.add_done_callback(lambda _: stream.close())
+    task = asyncio.current_task()
+    if task is not None:
+        stream.give_up = task.cancel
+
+
+def _deadline_ms(context: Any, now_ms: float) -> float | None:
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None or remaining_s > MAX_DEADLINE_S else now_ms + 1000 * remaining_s
+
+
+class App:
+    """Everything a coordinator process is made of, without the process: `serve` runs it, and tests do."""
+
+    def __init__(self, config: CoordinatorConfig, server: Server, coordinator: Coordinator | None = None) -> None:
+        self.config = config
+        self.server = server
+        self.coordinator = coordinator or Coordinator(config)
+        self._thread = TokenizerThread()
+        self._service = GenerateService(self.coordinator, self._thread)
+        self._is_open = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While open, the port is served and workers are dialled. Requests are refused until `wait_ready` returns."""
+        generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._service, self.server.grpc_server)
+        await self.server.start()
+        try:
+            async with self.coordinator.running(), asyncio.TaskGroup() as group:
+                health = group.create_task(self._watch_health())
+                try:
+                    yield
+                finally:
+                    health.cancel()
+                    self.coordinator.end_all(WorkerUnavailableError("the service is stopping"))
+                    await self.server.stop(STOP_GRACE_S)
+        finally:
+            self._thread.close()
+
+    async def wait_ready(self) -> None:
+        """Returns once requests are answered. Raises ConfigError and ModelMismatchError."""
+        loading = asyncio.ensure_future(self._load(self.config.tokenizer)) if self.config.tokenizer else None
+        try:
+            model = await self.coordinator.wait_ready()
+            tokenization = await (loading or self._load(model.name))
+        finally:
+            if loading is not None:
+                loading.cancel()
+        check_tokenizer(self.config.tokenizer, model)
+        self._service.open(tokenization, create_facts(self.config, model, tokenization))
+        self._is_open = True
+        await self.server.set_serving(self.is_ready)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._is_open and self.coordinator.is_ready
+
+    async def drain(self) -> None:
+        """Not ready; returns when the last answer is complete."""
+        self._is_open = False
+        await self.server.set_serving(False)
+        await self.coordinator.drain()
+
+    def _load(self, name: str) -> Awaitable[Tokenization]:
+        return self._thread.run(load_tokenization, name)
+
+    async def _watch_health(self) -> None:
+        while True:
+            await self.server.set_serving(self.is_ready)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+async def serve(config: CoordinatorConfig) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Raises ConfigError (port taken, no tokenizer, no workers named) and ModelMismatchError (workers that do not fit).
+    """
+    check_config(config)
+    hide_torch()
+    async with lifecycle(config.server) as life:
+        app = App(config, create_server(config.server, [SERVICE_NAME]))
+        try:
+            async with app.running():
+                if not await life.unless_stopped(app.wait_ready()):
+                    return life.exit_code
+                return await serve_until_stopped(life, app.server.address, drain=app.drain)
+        except BaseExceptionGroup as errors:
+            raise cause_of(errors) from errors
+
+
+def check_config(config: CoordinatorConfig) -> None:
+    if not config.targets:
+        raise ConfigError("a coordinator needs the address of at least one target worker")
+    if config.rule is Rule.REJECTION:
+        raise ConfigError("rule rejection is not available yet; use coupled")
+    if config.drafter not in ("model", "ngram", "none"):
+        raise ConfigError(f"drafter must be model, ngram or none, got {config.drafter!r}")
+
+
+def check_tokenizer(folder: str, model: ModelInfo) -> None:
+    """Raise ModelMismatchError if the ids of a local tokenizer stand for other tokens than the target's."""
+    path = Path(folder)
+    if not folder or not (path / "tokenizer.json").is_file():
+        return
+    vocabulary = read_vocabulary(path)
+    if vocabulary.fingerprint != model.tokenizer_fingerprint:
+        raise ModelMismatchError(
+            f"the tokenizer in {folder} does not fit the target model {model.name}: {vocabulary.size} ids with "
+            f"fingerprint {vocabulary.fingerprint}, where the target has {model.vocab_size} with "
+            f"{model.tokenizer_fingerprint}"
+        )
+
+
+def create_facts(config: CoordinatorConfig, model: ModelInfo, tokenization: Tokenization) -> ServiceFacts:
+    has_drafter = config.drafter != "model" or bool(config.drafts)
+    return ServiceFacts(
+        model=model,
+        model_name=config.served_model_name or model.name.rstrip("/").rpartition("/")[2],
+        drafter=config.drafter if has_drafter else "none",
+        mode=config.mode,
+        rule=config.rule,
+        num_speculative_tokens=config.num_speculative_tokens,
+        least_tokens=tokenization.least_tokens,
+    )
+
+
+def _now_ms() -> float:
+    return 1000 * time.monotonic()

@@ -1,0 +1,428 @@
+"""The life of one request as a state machine: events in, instructions out.
+
+Owns: the committed tokens, which sessions exist on which workers, what each side must hear, when the answer ends.
+Must not know: asyncio, gRPC, clocks, pools. `coordinator.driver` feeds it and does what it says, in order.
+
+    QUEUED -> OPENING -> STREAMING -> FINISHED
+       |        ^  |        |  |
+       |        |  |        |  +-> FAILED, CANCELLED        (also from QUEUED and OPENING)
+       |        +--+--------+      target lost: open again elsewhere, from the tokens held here
+
+OPENING: without a target session, or with one that has not committed yet. A draft session comes and goes beside all
+this and changes no state: a request without one costs speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, replace
+
+from coordinator.answers import Request, Started
+from coordinator.detokenizer import AnswerText
+from coordinator.events import (
+    Admitted,
+    Emit,
+    Ended,
+    Event,
+    Fail,
+    Instruction,
+    Kind,
+    Lost,
+    Placed,
+    Received,
+    Seek,
+    Send,
+    Tick,
+    Unplaced,
+    told,
+)
+from coordinator.transcript import Transcript
+from specpipe.errors import (
+    ERROR_BY_CODE,
+    DeadlineExceededError,
+    ErrorCode,
+    InvariantError,
+    SpecpipeError,
+    WorkerUnavailableError,
+)
+from specpipe.types import (
+    Close,
+    Closed,
+    Commit,
+    Extension,
+    Failed,
+    FinishReason,
+    Mode,
+    NeedTokens,
+    Open,
+    Origin,
+    SessionMessage,
+)
+
+MAX_STORY = 40  # entries kept for the report of an InvariantError
+MAX_TARGET_MOVES = 8  # target sessions lost before the request is given up
+DRAFT_RETRY_MS = 250.0  # first wait before asking for a draft worker again; doubles when a session there fails
+MAX_DRAFT_RETRY_MS = 30_000.0
+
+
+class Phase(enum.Enum):
+    QUEUED = "queued"
+    OPENING = "opening"
+    STREAMING = "streaming"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        return self in (Phase.FINISHED, Phase.FAILED, Phase.CANCELLED)
+
+
+TRANSITIONS = frozenset(
+    {
+        (Phase.QUEUED, Phase.OPENING),
+        (Phase.QUEUED, Phase.FAILED),
+        (Phase.QUEUED, Phase.CANCELLED),
+        (Phase.OPENING, Phase.STREAMING),
+        (Phase.OPENING, Phase.FINISHED),
+        (Phase.OPENING, Phase.FAILED),
+        (Phase.OPENING, Phase.CANCELLED),
+        (Phase.STREAMING, Phase.OPENING),
+        (Phase.STREAMING, Phase.FINISHED),
+        (Phase.STREAMING, Phase.FAILED),
+        (Phase.STREAMING, Phase.CANCELLED),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One session on one worker."""
+
+    worker: int
+    session: int
+
+
+class RequestMachine:
+    """See the module's text. `handle` never raises for what a worker says; a broken invariant fails this request."""
+
+    def __init__(self, request: Request, answer: AnswerText, *, max_target_wait_ms: float = 10_000.0) -> None:
+        self.request = request
+        self.phase = Phase.QUEUED
+        self.transcript = Transcript(request, answer)
+        self.target: Placement | None = None
+        self.draft: Placement | None = None
+        self._max_target_wait_ms = max_target_wait_ms
+        self._now_ms = request.received_ms
+        self._out: list[Instruction] = []
+        self._story: deque[str] = deque(maxlen=MAX_STORY)
+        self._is_started = False
+        self._wants_draft = request.speculation.drafter == "model" and request.speculation.mode is not Mode.OFF
+        self._draft_retry_at_ms = 0.0
+        self._draft_retry_ms = DRAFT_RETRY_MS
+        self._no_draft_told_at: tuple[Placement | None, int] = (None, 0)
+        self._num_target_moves = 0
+        self._waiting_since_ms: float | None = None  # for a target worker
+        self._waiting_reason = "no target worker is ready"
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and committed."""
+        return self.transcript.tokens
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """The last events, for reports."""
+        return tuple(self._story)
+
+    def handle(self, event: Event, now_ms: float) -> list[Instruction]:
+        """Apply one event. The instructions are to be carried out in order."""
+        if self.phase.is_over:
+            return []
+        self._now_ms = now_ms
+        self._out = []
+        if not isinstance(event, Tick | Unplaced):
+            self._story.append(told(event))
+        try:
+            self._apply(event)
+        except InvariantError as error:
+            self._end(Phase.FAILED, InvariantError(f"request {self.request.request_id}: {error}", self.story))
+        return self._out
+
+    def check(self) -> None:
+        """Raise InvariantError if the machine contradicts itself. For tests, after every event."""
+        has_sessions = self.target is not None or self.draft is not None
+        rules = {
+            "tokens begin with the prompt": tuple(self.tokens[: len(self.request.prompt)]) == self.request.prompt,
+            "no token beyond max_length": len(self.tokens) <= self.request.stops.max_length,
+            "no session before admission or after the end": not has_sessions
+            or self.phase in (Phase.OPENING, Phase.STREAMING),
+            "a streaming request has a target": self.phase is not Phase.STREAMING or self.target is not None,
+            "a draft session only where one is wanted": self.draft is None or self._wants_draft,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise InvariantError(f"request {self.request.request_id}: not true: {rule}", self.story)
+
+    # Events
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Admitted():
+                self._go(Phase.OPENING)
+                self._seek_target()
+            case Placed(kind=Kind.TARGET):
+                self._place_target(Placement(event.worker, event.session))
+            case Placed():
+                self._place_draft(Placement(event.worker, event.session))
+            case Unplaced(kind=Kind.DRAFT):
+                self._tell_no_draft()
+            case Unplaced():
+                pass  # the next Tick asks again
+            case Received(kind=Kind.TARGET, message=message):
+                if self.target is not None and message.session == self.target.session:
+                    self._hear_target(message, self.target)
+            case Received(message=message):
+                if self.draft is not None and message.session == self.draft.session:
+                    self._hear_draft(message, self.draft)
+            case Lost(kind=Kind.TARGET):
+                if self.target is not None and event.session == self.target.session:
+                    self._lose_target(event.reason)
+            case Lost():
+                if self.draft is not None and event.session == self.draft.session:
+                    self._lose_draft(retry_after_ms=0.0)
+            case Tick():
+                self._tick()
+            case Ended(error=error):
+                self._end(Phase.CANCELLED, error)
+
+    def _tick(self) -> None:
+        deadline_ms = self.request.deadline_ms
+        if deadline_ms is not None and self._now_ms >= deadline_ms:
+            self._end(
+                Phase.FAILED, DeadlineExceededError("the request's deadline passed before its answer was complete")
+            )
+        elif self.phase is Phase.QUEUED:
+            return
+        elif self.target is None:
+            self._seek_target_again()
+        elif self.draft is None and self._wants_draft and self._now_ms >= self._draft_retry_at_ms:
+            self._seek_draft()
+
+    # The target session
+
+    def _seek_target(self) -> None:
+        if self._waiting_since_ms is None:
+            self._waiting_since_ms = self._now_ms
+        self._out.append(Seek(Kind.TARGET))
+
+    def _seek_target_again(self) -> None:
+        waited_ms = self._now_ms - (self._now_ms if self._waiting_since_ms is None else self._waiting_since_ms)
+        if waited_ms < self._max_target_wait_ms:
+            self._seek_target()
+            return
+        message = f"no target worker took the request within {waited_ms / 1000:.1f} s: {self._waiting_reason}"
+        self._end(Phase.FAILED, WorkerUnavailableError(message))
+
+    def _place_target(self, placement: Placement) -> None:
+        self._require(self.phase is Phase.OPENING and self.target is None, "a target session that was not asked for")
+        self.target = placement
+        self._send_target(self._open(placement))
+        if not self._is_started:
+            self._is_started = True
+            self._emit_started()
+        if self._wants_draft and self.draft is None:
+            self._seek_draft()
+
+    def _open(self, placement: Placement) -> Open:
+        """The session as it stands: everything else is computed from these tokens."""
+        request = self.request
+        return Open(
+            session=placement.session,
+            request_id=request.request_id,
+            tokens=tuple(self.tokens),
+            num_prompt_tokens=len(request.prompt),
+            sampling=request.sampling,
+            stops=request.stops,
+            speculation=request.speculation,
+            remaining_ms=None if request.deadline_ms is None else max(0.0, request.deadline_ms - self._now_ms),
+            trace_context=request.trace_context,
+        )
+
+    def _hear_target(self, message: SessionMessage, target: Placement) -> None:
+        match message:
+            case Commit():
+                self._commit(message)
+            case NeedTokens(have=have):
+                self._answer_need(target, have)
+            case Failed():
+                self._target_failed(message)
+            case Closed():
+                self._lose_target("it closed the session")
+
+    def _target_failed(self, failed: Failed) -> None:
+        if not failed.is_retryable:
+            self._end(Phase.FAILED, ERROR_BY_CODE[failed.code](failed.message))
+        elif failed.code is ErrorCode.RESOURCE_EXHAUSTED and self.phase is Phase.OPENING:
+            self.target, self._waiting_reason = None, failed.message  # full: ask again, within the same wait
+        else:
+            self._lose_target(failed.message)
+
+    def _lose_target(self, reason: str) -> None:
+        self.target = None
+        self._num_target_moves += 1
+        self.transcript.target_moved()
+        self._waiting_reason = reason
+        if self._num_target_moves > MAX_TARGET_MOVES:
+            message = f"target sessions were lost {self._num_target_moves} times, the last because {reason}"
+            self._end(Phase.FAILED, WorkerUnavailableError(message))
+            return
+        if self.phase is Phase.STREAMING:
+            self._go(Phase.OPENING)
+        self._waiting_since_ms = self._now_ms
+
+    # Commits
+
+    def _commit(self, commit: Commit) -> None:
+        """Apply what is new of a commit. One that starts beyond what is held asks for what lies between."""
+        if commit.base > len(self.tokens):
+            self._send_target(NeedTokens(session=commit.session, have=len(self.tokens)))
+            return
+        new = self.transcript.new_part(commit)
+        if new is None:
+            return
+        if self.phase is Phase.OPENING:
+            self._go(Phase.STREAMING)
+        self._waiting_since_ms = None
+        delivered, chunk = self.transcript.add(new, self._now_ms)
+        self._out.append(Emit(chunk))
+        if delivered.finish_reason is not None:
+            self._finish(delivered.finish_reason)
+        else:
+            self._pass_on(delivered)
+
+    def _pass_on(self, commit: Commit) -> None:
+        """The draft worker hears every commit; without one the target hears that no draft will come."""
+        if self.draft is not None:
+            self._out.append(Send(self.draft.worker, replace(commit, session=self.draft.session)))
+        else:
+            self._tell_no_draft()
+
+    def _finish(self, reason: FinishReason) -> None:
+        finished = self.transcript.finished(reason, self._now_ms)
+        self._close_sessions("finished")
+        self._go(Phase.FINISHED)
+        self._out.append(Emit(finished))
+
+    # The draft session
+
+    def _seek_draft(self) -> None:
+        self._draft_retry_at_ms = self._now_ms + self._draft_retry_ms
+        self._out.append(Seek(Kind.DRAFT))
+
+    def _place_draft(self, placement: Placement) -> None:
+        self._require(self.draft is None and self._wants_draft, "a draft session that was not asked for")
+        self.draft = placement
+        self._out.append(Send(placement.worker, self._open(placement)))
+
+    def _hear_draft(self, message: SessionMessage, draft: Placement) -> None:
+        match message:
+            case Extension():
+                self._relay(message)
+            case NeedTokens(have=have) if have > len(self.tokens):
+                self._refuse_draft(draft, f"it claims {have} tokens where {len(self.tokens)} are committed")
+            case NeedTokens(have=have):
+                self._answer_need(draft, have)
+            case Failed():
+                self._draft_failed(message)
+            case Closed():
+                self._lose_draft(retry_after_ms=MAX_DRAFT_RETRY_MS)
+
+    def _relay(self, extension: Extension) -> None:
+        """To the target as it is, for it decides alone; without a target it is lost, which is allowed."""
+        self.transcript.statistics.add_extension(extension)
+        if self.target is None:
+            return
+        if extension.session != self.target.session:
+            extension = replace(extension, session=self.target.session)
+        self._send_target(extension)
+
+    def _draft_failed(self, failed: Failed) -> None:
+        if failed.is_retryable:
+            self._draft_retry_ms = min(2 * self._draft_retry_ms, MAX_DRAFT_RETRY_MS)
+        else:
+            self._wants_draft = False
+        self._lose_draft(retry_after_ms=self._draft_retry_ms)
+
+    def _refuse_draft(self, draft: Placement, reason: str) -> None:
+        self._out.append(Send(draft.worker, Close(session=draft.session, reason=reason)))
+        self._lose_draft(retry_after_ms=MAX_DRAFT_RETRY_MS)
+
+    def _lose_draft(self, *, retry_after_ms: float) -> None:
+        self.draft = None
+        self.transcript.statistics.draft_moved()
+        self._draft_retry_at_ms = self._now_ms + retry_after_ms
+        self._tell_no_draft()
+
+    def _tell_no_draft(self) -> None:
+        """Nothing is coming below these tokens: the target need not wait for it. Said once for each base."""
+        is_known = self._no_draft_told_at == (self.target, len(self.tokens))
+        if self.target is None or is_known or self.request.speculation.drafter != "model":
+            return
+        self._no_draft_told_at = (self.target, len(self.tokens))
+        nothing = Extension(
+            session=self.target.session, base=len(self.tokens), parents=(), tokens=(), confidences=(), is_exhausted=True
+        )
+        self._send_target(nothing)
+
+    # Both
+
+    def _answer_need(self, placement: Placement, have: int) -> None:
+        """One commit from there. A worker that has more than is held here is asked for it in turn."""
+        missing = tuple(self.tokens[have:])
+        if have > len(self.tokens):
+            self._out.append(Send(placement.worker, NeedTokens(session=placement.session, have=len(self.tokens))))
+        elif missing:
+            origins = (Origin.PLAIN,) * len(missing)
+            commit = Commit(session=placement.session, round=0, base=have, tokens=missing, origins=origins)
+            self._out.append(Send(placement.worker, commit))
+
+    def _close_sessions(self, reason: str) -> None:
+        for placement in (self.target, self.draft):
+            if placement is not None:
+                self._out.append(Send(placement.worker, Close(session=placement.session, reason=reason)))
+        self.target = self.draft = None
+
+    def _end(self, phase: Phase, error: SpecpipeError) -> None:
+        """Whatever was emitted stays; the error is the last word."""
+        self._close_sessions(str(error))
+        self._go(phase)
+        self._out.append(Fail(error))
+
+    def _send_target(self, message: SessionMessage) -> None:
+        if self.target is not None:
+            self._out.append(Send(self.target.worker, message))
+
+    def _emit_started(self) -> None:
+        request = self.request
+        self._out.append(
+            Emit(
+                Started(
+                    request_id=request.request_id,
+                    model=request.model,
+                    prompt_tokens=len(request.prompt),
+                    seed=request.sampling.seed,
+                )
+            )
+        )
+
+    def _go(self, phase: Phase) -> None:
+        if (self.phase, phase) not in TRANSITIONS:
+            raise InvariantError(f"no transition {self.phase.value} -> {phase.value}")
+        self._story.append(phase.value)
+        self.phase = phase
+
+    def _require(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise InvariantError(message)

@@ -1,0 +1,122 @@
+"""What a request's rounds add up to. docs/statistics.md says what each number means.
+
+Owns: sums over commits and draft steps, and the cut of a commit's sums at a stop string. Must not know: clocks, wires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from coordinator.answers import SpeculationReport
+from specpipe.types import Commit, Extension, Mode, Origin, RoundStats, SpeculationParams
+
+
+@dataclass(slots=True)
+class _DraftStep:
+    step_ms: float
+    share_ms: float
+    is_verified: bool = False
+
+
+class RequestStatistics:
+    """Fed with every commit as far as it was delivered, and every extension that passed."""
+
+    def __init__(self, speculation: SpeculationParams) -> None:
+        self._speculation = speculation
+        self._sums = RoundStats()
+        self._num_tokens = 0  # committed in rounds
+        self._num_accepted = 0
+        self._steps: dict[int, _DraftStep] = {}  # of the draft session open now, by number
+        self._past_steps: list[_DraftStep] = []  # of earlier ones, whose numbers may come again
+
+    def add_commit(self, commit: Commit) -> None:
+        """`commit` holds only what was delivered: see `cut_commit`."""
+        self._sums += commit.stats
+        self._num_tokens += len(commit.tokens)
+        self._num_accepted += commit.origins.count(Origin.ACCEPTED)
+        for number in commit.verified_draft_steps:
+            step = self._steps.get(number)
+            if step is not None:
+                step.is_verified = True
+
+    def add_extension(self, extension: Extension) -> None:
+        """A draft step counts once, however many extensions tell of it."""
+        if extension.draft_step:
+            step = _DraftStep(extension.draft_step_ms, extension.draft_share_ms)
+            self._steps.setdefault(extension.draft_step, step)
+
+    def draft_moved(self) -> None:
+        """The draft session ended; another one counts its steps from anew."""
+        self._past_steps += self._steps.values()
+        self._steps.clear()
+
+    def report(self) -> SpeculationReport:
+        sums, steps = self._sums, [*self._past_steps, *self._steps.values()]
+        has_drafts = self._speculation.mode is not Mode.OFF and self._speculation.drafter != "none"
+        draft_ms = sum(step.share_ms for step in steps)
+        return SpeculationReport(
+            mode=self._speculation.mode,
+            rule=self._speculation.rule,
+            rounds=sums.num_rounds,
+            drafted_tokens=sums.num_drafted,
+            verified_tokens=sums.num_verified,
+            accepted_tokens=self._num_accepted,
+            mean_acceptance_length=_ratio(self._num_tokens, sums.num_rounds),
+            acceptance_rate=_ratio(sums.num_first_ranked, sums.num_judged) if has_drafts else None,
+            hit_rate=_ratio(sums.num_hits, sums.num_hits + sums.num_misses) if has_drafts else None,
+            draft_ms=draft_ms,
+            exposed_draft_ms=sums.exposed_ms,
+            hidden_draft_ms=max(0.0, draft_ms - sums.exposed_ms),
+            wasted_draft_ms=sum(step.share_ms for step in steps if not step.is_verified),
+            target_step_ms=_ratio(sums.step_ms, sums.num_steps),
+            draft_step_ms=_ratio(sum(step.step_ms for step in steps), len(steps)),
+            step_gap_ms=_ratio(sums.gap_ms, sums.num_gaps),
+        )
+
+
+def cut_commit(commit: Commit, num_tokens: int) -> Commit:
+    """The commit without its tokens beyond the first `num_tokens`, and without what they cost.
+
+    Origins tell rounds apart: a round ends with its only token that is not ACCEPTED (or is cut there). Rounds beyond
+    the cut are dropped with their share of every sum. Of the round that was cut, the choices beyond the cut are not
+    judged.
+    """
+    if num_tokens >= len(commit.tokens):
+        return commit
+    kept, dropped = commit.origins[:num_tokens], commit.origins[num_tokens:]
+    num_kept, num_all = _count_rounds(kept), _count_rounds(commit.origins)
+    stats = _scaled(commit.stats, num_kept / num_all) if num_kept < num_all else commit.stats
+    cut_round = dropped[: _length_of_first_round(dropped)] if kept and kept[-1] is Origin.ACCEPTED else ()
+    num_judged = max(0, stats.num_judged - sum(origin in (Origin.ACCEPTED, Origin.RECOVERED) for origin in cut_round))
+    return replace(
+        commit,
+        tokens=commit.tokens[:num_tokens],
+        origins=kept,
+        stats=replace(
+            stats,
+            num_accepted=kept.count(Origin.ACCEPTED),
+            num_judged=num_judged,
+            num_first_ranked=min(stats.num_first_ranked, num_judged),
+        ),
+    )
+
+
+def _count_rounds(origins: Sequence[Origin]) -> int:
+    """Rounds with at least one of these tokens."""
+    num_ended = sum(origin is not Origin.ACCEPTED for origin in origins)
+    return num_ended + (1 if origins and origins[-1] is Origin.ACCEPTED else 0)
+
+
+def _length_of_first_round(origins: Sequence[Origin]) -> int:
+    ends = (i for i, origin in enumerate(origins, start=1) if origin is not Origin.ACCEPTED)
+    return next(ends, len(origins))
+
+
+def _scaled(stats: RoundStats, share: float) -> RoundStats:
+    scaled = {name: getattr(stats, name) * share for name in stats.__slots__}
+    return RoundStats(**{name: value if name.endswith("_ms") else round(value) for name, value in scaled.items()})
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
