@@ -1,1 +1,6 @@
 """specpipe: distributed, overlapped speculative decoding."""
+
+import os
+
+# gRPC's C core reads this once, when it is first imported, and otherwise writes notes such as GOAWAY to stderr.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
