@@ -5,10 +5,12 @@ Owns: from flags to the configuration of that process. The service itself is imp
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 from specpipe import demo
 from specpipe.cli.failure import exit_code_of, say_error
@@ -77,7 +79,7 @@ def coordinator(*, own: CoordinatorFlags, speculation: SpeculationFlags, server:
 
         return await serve(config)
 
-    return run_service(main, config.server)
+    run_service(main, config.server)
 
 
 @takes_flags(own=DraftFlags, engine=EngineFlags, server=ServerFlags)
@@ -96,7 +98,7 @@ def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags) -
 
         return await serve(config)
 
-    return run_service(main, config.server, config.engine)
+    run_service(main, config.server, config.engine)
 
 
 @takes_flags(own=TargetFlags, engine=EngineFlags, server=ServerFlags)
@@ -117,11 +119,16 @@ def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags)
 
         return await serve(config)
 
-    return run_service(main, config.server, config.engine)
+    run_service(main, config.server, config.engine)
 
 
-def run_service(main: Callable[[], Awaitable[int]], server: ServerConfig, engine: EngineConfig | None = None) -> int:
-    """The whole life of the process. Returns its exit code, after one sentence if it failed."""
+def run_service(
+    main: Callable[[], Awaitable[int]], server: ServerConfig, engine: EngineConfig | None = None
+) -> NoReturn:
+    """The whole life of the process, which ends here with its exit code, after one sentence if it failed.
+
+    Nothing is left to do then, and the interpreter would take seconds to take torch apart.
+    """
 
     async def say_why() -> int:
         try:
@@ -130,9 +137,11 @@ def run_service(main: Callable[[], Awaitable[int]], server: ServerConfig, engine
             say_error(str(error))
             return exit_code_of(error)
 
-    if engine is None:
-        return run_process(say_why, server)
-    return run_process(say_why, server, core=engine.core, num_threads=engine.num_threads)
+    core, num_threads = (engine.core, engine.num_threads) if engine else (None, 1)
+    code = run_process(say_why, server, core=core, num_threads=num_threads)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def server_config(flags: ServerFlags) -> ServerConfig:

@@ -75,7 +75,7 @@ class ChildProcess:
 
     async def wait(self) -> int:
         """Returns the exit code (negative: the signal) once the process has ended and its stderr is forwarded."""
-        await self._stderr
+        await asyncio.shield(self._stderr)  # whoever stops waiting must not stop the forwarding
         return await self._process.wait()
 
     async def terminate(self, patience_s: float) -> int:
