@@ -1,6 +1,6 @@
 """Which growth rules make a draft worker useful: the real draft loop against a simulated target, in virtual time.
 
-Owns: the event simulation behind the defaults of `draft_worker.session.GrowthRules` and `draft_worker.scheduler.StepRules`.
+Owns: the event simulation behind the defaults of `GrowthRules` (draft_worker.session) and `StepRules` (.scheduler).
 Must not know: torch, gRPC. The unit of time is one plain target step.
 
 Run: python benchmarks/draft_growth.py [--tokens N] [--cost 0.1,0.3] [--acceptance 0.75] [--leaves 8]
@@ -38,7 +38,7 @@ from specpipe.types import (
 )
 
 PROMPT_LENGTH = 8
-NOISE_BY_ACCEPTANCE = {0.6: 0.4, 0.75: 0.26, 0.86: 0.15, 0.9: 0.12}  # spread of the draft's own error
+NOISE_BY_ACCEPTANCE = {0.6: 0.5, 0.75: 0.33, 0.86: 0.2, 0.9: 0.13}  # spread of the draft's own error
 
 
 class NoisyModel(TableModel):
@@ -72,7 +72,8 @@ class Result:
         ranks = [sum(0 < rank <= n for rank in self.rank_of_choice) for n in (1, 2, 3, 5)]
         share = [f"{100 * count / max(len(self.rank_of_choice), 1):.0f}" for count in ranks]
         return (
-            f"speed {self.num_tokens / max(self.num_rounds, 1):5.2f}  hits {self.num_hits / max(self.num_rounds, 1):.2f}"
+            f"speed {self.num_tokens / max(self.num_rounds, 1):5.2f}"
+            f"  hits {self.num_hits / max(self.num_rounds, 1):.2f}"
             f"  a {self.num_first / max(self.num_judged, 1):.2f}  choice among next 1/2/3/5: {'/'.join(share)} %"
             f"  draft steps/round {self.draft_steps / max(self.num_rounds, 1):.1f}"
         )
@@ -161,7 +162,7 @@ class Simulation:
         self._loop = DraftLoop(
             NoisyModel(noise=NOISE_BY_ACCEPTANCE[setting.acceptance]),
             DraftWorkerConfig(engine=engine),
-            lambda link, message: self._outbox.append(message),
+            lambda _, message: self._outbox.append(message),
             clock=lambda: self._now,
             growth=setting.growth,
             steps=setting.steps,
@@ -241,6 +242,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--min-reach", type=float, default=GrowthRules().min_reach)
     parser.add_argument("--fan", type=int, default=GrowthRules().fan)
     parser.add_argument("--per-budget", type=float, default=GrowthRules().wanted_nodes_per_budget)
+    parser.add_argument("--min-share", type=float, default=GrowthRules().min_share)
     parser.add_argument("--max-nodes", type=int, default=GrowthRules().max_nodes)
     parser.add_argument("--round-trip", type=float, default=0.006)
     options = parser.parse_args(arguments)
@@ -254,6 +256,7 @@ def main(arguments: Sequence[str]) -> None:
             growth=GrowthRules(
                 max_nodes=options.max_nodes,
                 min_reach=options.min_reach,
+                min_share=options.min_share,
                 fan=options.fan,
                 wanted_nodes_per_budget=options.per_budget,
             ),

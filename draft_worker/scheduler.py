@@ -25,7 +25,7 @@ class StepRules:
     """How large a step is. The defaults are measured by benchmarks/draft_growth.py."""
 
     max_rows: int = 256  # rows of one step
-    num_leaves: int = 8  # leaves expanded in one step
+    num_leaves: int = 12  # leaves expanded in one step
     num_leaves_per_session: int = 2  # at least this many for each drafting session
     catch_up_rows: int = 16  # a session at most this far behind does not queue for prefill
     shared_prefill_rows: int = 64  # prefill rows of a step in which somebody drafts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -39,7 +39,7 @@ NUM_SLOTS = 600
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("draft")
     tokenizer = Path(specpipe.demo.__file__).parent / "models" / "draft"
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(path)
-    yield path
+    return path
 
 
 @asynccontextmanager

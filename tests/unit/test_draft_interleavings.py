@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from draft_harness import (
     LINK,
     Harness,
@@ -20,6 +17,9 @@ from draft_harness import (
     commit_message,
     open_message,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from specpipe.testing import TableModel
 from specpipe.types import Closed, Extension, Failed, Mode, NeedTokens, Open
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
 from draft_harness import (
     LINK,
     Harness,
@@ -17,6 +16,8 @@ from draft_harness import (
     open_message,
     received_tree,
 )
+
+from draft_worker.scheduler import StepRules
 from specpipe.errors import ErrorCode
 from specpipe.testing import TableModel
 from specpipe.types import Closed, Extension, Failed, FinishReason, Mode, NeedTokens, Rule, SpeculationParams
@@ -33,7 +34,7 @@ def drafted(harness: Harness, opened, tokens) -> list[int]:
 class TestDrafts:
     @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
     def test_first_ranked_path_is_what_the_draft_itself_would_say(self, temperature: float) -> None:
-        harness = Harness(TableModel(seed=3))
+        harness = Harness(TableModel(seed=3, spread=4.0))
         opened = open_message(temperature=temperature)
         harness.receive(opened)
         path = drafted(harness, opened, PROMPT)
@@ -104,7 +105,7 @@ class TestDrafts:
 
     def test_growth_is_best_first_over_all_sessions(self) -> None:
         """A sure draft gets the rows that an unsure one is not worth."""
-        harness = Harness(TableModel(seed=8, spread=4.0))
+        harness = Harness(TableModel(seed=8, spread=4.0), steps=StepRules(num_leaves=8))
         for session in range(1, 5):
             harness.receive(open_message(session, (session, session + 1)))
         harness.step()
