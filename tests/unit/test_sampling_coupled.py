@@ -63,7 +63,7 @@ def params(draw: st.DrawFn) -> SamplingParams:
 
 
 @given(params(), st.sampled_from(VOCABULARIES), st.sampled_from(SHAPES), st.integers(0, 10_000))
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_choice_equals_the_rule_written_out(params: SamplingParams, vocab_size: int, shape: str, number: int) -> None:
     logits = row(shape, vocab_size + number % 3, np.random.default_rng(number))  # padding beyond the tokenizer's ids
     logits[vocab_size:] = 1e6
@@ -76,7 +76,7 @@ def test_choice_equals_the_rule_written_out(params: SamplingParams, vocab_size: 
 
 
 @given(params(), st.sampled_from(VOCABULARIES), st.sampled_from(SHAPES), st.integers(0, 10_000), st.integers(1, 12))
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_ranking_equals_the_rule_written_out(
     params: SamplingParams, vocab_size: int, shape: str, number: int, count: int
 ) -> None:
