@@ -130,7 +130,7 @@ async def test_an_unknown_error_is_internal_logged_once_and_not_told(caplog):
             await rig.unary()
         assert caught.value.code is ErrorCode.INTERNAL
         assert "secret" not in str(caught.value)
-        assert len(caplog.records) == 1
+        assert len([record for record in caplog.records if record.name.startswith("specpipe")]) == 1
         assert "secret path" in caplog.text
 
 
@@ -148,7 +148,7 @@ async def test_a_cancelled_call_leaves_nothing_running(caplog):
         await until(lambda: rig.service.num_running == 1)
         call.cancel()
         await until(lambda: rig.service.num_running == 0)
-        assert caplog.records == []
+        assert [record for record in caplog.records if record.name.startswith("specpipe")] == []
 
 
 async def test_every_code_of_ours_is_a_status_and_back():
