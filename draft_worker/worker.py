@@ -24,7 +24,7 @@ from specpipe.calibration import Calibrator
 from specpipe.config import DraftWorkerConfig
 from specpipe.engine.interface import StepBatch, StepModel
 from specpipe.engine.slots import SlotPool
-from specpipe.errors import CapacityError, DuplicateRequestError, InvalidRequestError, SpecpipeError, StaleBaseError
+from specpipe.errors import CapacityError, DuplicateRequestError, ErrorCode, InvalidRequestError, SpecpipeError
 from specpipe.types import (
     Close,
     Closed,
@@ -44,6 +44,13 @@ ADMISSION_MARGIN = 64  # slots left for a session's tree and growth when it is a
 MAX_REMEMBERED_FAILURES = 1024  # per worker: a Close that crosses Failed is answered once
 
 logger = logging.getLogger(__name__)
+
+
+class DisagreementError(SpecpipeError):
+    """Two messages say different things about the same committed tokens; opened again, the session may work."""
+
+    code = ErrorCode.FAILED_PRECONDITION
+    is_retryable = True
 
 
 @dataclass(slots=True)
@@ -207,7 +214,7 @@ class DraftLoop:
             return
         overlap = session.tokens[commit.base : commit.base + len(commit.tokens)]
         if tuple(overlap) != commit.tokens[: len(overlap)]:
-            self._fail(session, StaleBaseError(session.id, session.base, commit.base))
+            self._fail(session, DisagreementError(f"a commit at {commit.base} contradicts tokens that were final"))
             return
         session.next_budget = commit.next_budget
         if new := commit.tokens[len(overlap) :]:
@@ -218,8 +225,9 @@ class DraftLoop:
 
     def _stop(self, session: DraftSession) -> None:
         """Give back the slots of a session that cannot be drafted (any more)."""
-        if slots := session.reset():
-            self._pool.release(slots)
+        slots = session.reset()
+        self._pool.release(slots)
+        if slots and not session.is_finished:
             logger.info("drafting of session %d ends at %d tokens: %s", session.id, session.base, session.stop_reason)
 
     def _fail(self, session: DraftSession, error: SpecpipeError, *, is_retryable: bool | None = None) -> None:
