@@ -12,7 +12,7 @@ import inspect
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -219,8 +219,9 @@ def _mapping_errors(method: str, handler: Handler) -> Handler:
 
     async def stream(request: Any, context: Any) -> Any:
         try:
-            async for response in handler(request, context):
-                yield response
+            async with aclosing(handler(request, context)) as responses:  # ends with its call, not when it is collected
+                async for response in responses:
+                    yield response
         except Exception as error:
             await _abort(context, method, error)
 
@@ -265,8 +266,9 @@ class CallLimitInterceptor(_Interceptor):
         async def stream(request: Any, context: Any) -> Any:
             self._enter()
             try:
-                async for response in handler(request, context):
-                    yield response
+                async with aclosing(handler(request, context)) as responses:
+                    async for response in responses:
+                        yield response
             finally:
                 self.num_calls -= 1
 

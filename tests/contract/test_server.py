@@ -56,10 +56,15 @@ class FakeService:
             self.num_running -= 1
 
     async def stream(self, request, context):
-        yield b"1"
-        if self.error is not None:
-            raise self.error
-        yield b"2"
+        self.num_running += 1
+        try:
+            yield b"1"
+            if self.error is not None:
+                raise self.error
+            await self.gate.wait()
+            yield b"2"
+        finally:
+            self.num_running -= 1
 
     def add_to(self, server):
         handlers = {
@@ -149,6 +154,17 @@ async def test_a_cancelled_call_leaves_nothing_running(caplog):
         call.cancel()
         await until(lambda: rig.service.num_running == 0)
         assert [record for record in caplog.records if record.name.startswith("specpipe")] == []
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+async def test_a_cancelled_stream_leaves_nothing_running(limit):
+    async with Rig(max_concurrent_calls=limit) as rig:
+        rig.service.gate.clear()
+        call = rig.channel.unary_stream(f"/{SERVICE}/Stream")(b"x")
+        assert await call.read() == b"1"
+        assert rig.service.num_running == 1
+        call.cancel()
+        await until(lambda: rig.service.num_running == 0)
 
 
 async def test_every_code_of_ours_is_a_status_and_back():
