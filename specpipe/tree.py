@@ -225,15 +225,17 @@ class DraftTree:
         slots: set[int] = set()
         for node in (self.root, *self.nodes()):
             count += 1
-            _require(node is self.root or self._is_sound(node), f"unsound node {node!r}")
-            children = list(node.children.values())
-            _require(children == sorted(children, key=lambda child: child._order), f"unsorted children of {node!r}")
-            _require([child.rank for child in children] == list(range(len(children))), f"ranks below {node!r}")
-            _require(node.slot is None or node.slot not in slots, f"slot {node.slot} held twice")
-            slots.update(() if node.slot is None else (node.slot,))
+            if not (node is self.root or self._is_sound(node)) or not _is_ranked(node):
+                raise InvariantError(f"draft tree: unsound or badly ranked at {node!r}")
+            if node.slot is not None:
+                if node.slot in slots:
+                    raise InvariantError(f"draft tree: slot {node.slot} is held twice")
+                slots.add(node.slot)
         root = self.root
-        _require((root.parent, root.depth, root.reach, root.rank) == (None, 0, 1.0, 0), "the root has moved")
-        _require(count - 1 == self.num_nodes <= self.max_nodes, f"{count - 1} nodes found, {self.num_nodes} counted")
+        if (root.parent, root.depth, root.reach, root.rank) != (None, 0, 1.0, 0):
+            raise InvariantError("draft tree: the root has moved")
+        if not count - 1 == self.num_nodes <= self.max_nodes:
+            raise InvariantError(f"draft tree: {count - 1} nodes found, {self.num_nodes} counted")
 
     def _is_sound(self, node: Node) -> bool:
         parent = node.parent
@@ -387,6 +389,10 @@ def _below(top: Node) -> Iterator[Node]:
             stack.append(iter(node.children.values()))
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvariantError(f"draft tree: {message}")
+def _is_ranked(parent: Node) -> bool:
+    previous: Node | None = None
+    for rank, child in enumerate(parent.children.values()):
+        if child.rank != rank or (previous is not None and previous._order >= child._order):
+            return False
+        previous = child
+    return True

@@ -167,7 +167,7 @@ def _contenders(logits: Logits, temperature: np.float32, noise: PositionNoise, c
     if np.isneginf(loud.bound):  # all tokens are loud
         return ids, scores
     gain = temperature * loud.bound
-    floor = max(_nth_largest(scores, count), logits.max() - gain)  # a first guess: never too low to matter, or exact
+    floor = max(_nth_largest(scores, count), logits.max() - gain)  # a guess; the loop ends when so many reached it
     while True:
         is_near = logits + gain >= floor
         is_near[loud.ids] = False
