@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from specpipe.calibration import Calibrator
+from specpipe.errors import CapacityError, InvalidRequestError
 from specpipe.ngram import NgramDrafter
 from specpipe.sampling.coupled import Chooser
-
-from specpipe.errors import CapacityError, InvalidRequestError
 from specpipe.tree import DraftTree, GraftOutcome, Node
 from specpipe.types import (
     Commit,
@@ -35,6 +35,7 @@ from target_worker.verification import Walk, first_child, has_verified_child, wa
 from target_worker.waiting import DraftWatch
 
 DEFAULT_SYNC_TOKENS = 4
+NGRAM_NODES = 32  # nodes proposed at once in pipelined mode
 
 
 class Phase(enum.Enum):
@@ -147,7 +148,8 @@ class Session:
         if self._ngram is None or self._is_ngram_fresh or self.max_depth == 0:
             return
         self._is_ngram_fresh = True
-        parents, tokens, confidences = self._ngram.grow(self.max_depth)
+        limit = self.max_depth if self.mode is Mode.SYNC else NGRAM_NODES
+        parents, tokens, confidences = self._ngram.grow(limit)
         self.graft(
             Extension(
                 session=self.session,
@@ -254,7 +256,7 @@ class Session:
         for node, choice in result.walked:
             for child in node.children.values():
                 self._calibrator.observe(
-                    child.rank, child.depth, child.confidence, child.drafter, is_choice=child.token == choice
+                    child.rank, child.depth, child.confidence, child.drafter, child.token == choice
                 )
 
 

@@ -656,7 +656,7 @@ def test_speculation_never_slows_the_service_down(num_sessions: int) -> None:
         table = TableModel(vocab_size=24, num_slots=4096, seed=3)
         draft: Drafter = self_drafter(TableModel.like(table, 0.5), 4, is_exhausted=False)
         sim = Simulator(table, drafter=draft, flat_rows=8, max_batch_tokens=128)
-        answers = [sim.open(create_open(i, [i, 1, 2], max_tokens=80, mode=mode)) for i in range(1, num_sessions + 1)]
+        answers = [sim.open(create_open(i, [i, 1, 2], max_tokens=25, mode=mode)) for i in range(1, num_sessions + 1)]
         start = sim.clock.now
         sim.run()
         times[mode] = sim.clock.now - start
