@@ -73,6 +73,9 @@ class DriverSettings:
     max_target_wait_s: float = 10.0  # a request that finds no target worker this long fails
     max_first_try_s: float = 15.0  # how long `wait_ready` waits for the first attempt to reach each worker
 
+    def patience_s(self, kind: Kind) -> float:
+        return self.max_target_silence_s if kind is Kind.TARGET else self.max_draft_silence_s
+
 
 def connect_worker(address: str, kind: Kind, incarnation: int) -> AbstractAsyncContextManager[WorkerLink]:
     return WorkerLink.connect(address, kind.value, incarnation)
@@ -105,6 +108,7 @@ class Coordinator:
         self._queue: deque[AnswerStream] = deque()
         self._running: set[AnswerStream] = set()
         self._by_session: dict[int, AnswerStream] = {}  # sessions that some worker still holds
+        self._patience: dict[int, asyncio.Timeout] = {}  # by connection number: ends the reading of a silent link
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -264,11 +268,15 @@ class Coordinator:
     # Time
 
     async def _keep_ticking(self) -> None:
+        """Silence is counted in our own ticks, so that a process that was stopped does not blame its workers."""
+        before_ms = _now_ms()
         while True:
             await asyncio.sleep(self.settings.tick_s)
             now_ms = _now_ms()
+            passed_s = min((now_ms - before_ms) / 1000, 4 * self.settings.tick_s)
+            before_ms = now_ms
             for connection in self._connections():
-                self._watch(connection, now_ms)
+                self._watch(connection, passed_s, now_ms)
             for stream in tuple(self._streams):
                 self._handle(stream, Tick())
                 self._check_reader(stream, now_ms)
@@ -278,9 +286,11 @@ class Coordinator:
         for pool in self.pools.values():
             yield from pool
 
-    def _watch(self, connection: Connection, now_ms: float) -> None:
-        silent_s = (now_ms - connection.last_heard_ms) / 1000
-        connection.is_suspect = silent_s > self.settings.suspect_after_s
+    def _watch(self, connection: Connection, passed_s: float, now_ms: float) -> None:
+        connection.silent_s += passed_s
+        connection.is_suspect = connection.silent_s > self.settings.suspect_after_s
+        if connection.silent_s > self.settings.patience_s(connection.kind):
+            self._patience[connection.number].reschedule(0.0)
         for session in connection.overdue(now_ms):
             self._forget(connection, session)
 
@@ -310,7 +320,7 @@ class Coordinator:
     async def _serve_link(self, kind: Kind, address: str, link: WorkerLink, backoff: Backoff) -> None:
         """Returns never: a link ends with an error. Then its sessions are lost."""
         await self._check_fit(kind, address, link)
-        connection = Connection(next(self._numbers), kind, address, link, last_heard_ms=_now_ms())
+        connection = Connection(next(self._numbers), kind, address, link)
         self.pools[kind].add(connection)
         self._note_first_try(kind, address, None)
         backoff.reset()
@@ -343,22 +353,25 @@ class Coordinator:
             first_try.set_result(error)
 
     async def _read_link(self, connection: Connection, link: WorkerLink) -> None:
-        settings = self.settings
-        patience_s = settings.max_target_silence_s if connection.kind is Kind.TARGET else settings.max_draft_silence_s
         num_holes = 0
-        while True:
-            try:
-                async with asyncio.timeout(patience_s):
-                    batch = await anext(link)
-            except TimeoutError:
-                raise WorkerUnavailableError(f"it has said nothing for {patience_s:g} s") from None
-            connection.last_heard_ms = _now_ms()
-            if link.heartbeat.step_running_ms > 1000 * settings.max_step_s:
-                raise WorkerUnavailableError(f"its step has run for {link.heartbeat.step_running_ms / 1000:.0f} s")
-            if link.num_holes != num_holes:
-                num_holes = link.num_holes
-                self._ask_for_missing(connection)
-            self._hear(connection, batch)
+        try:
+            async with asyncio.timeout(None) as self._patience[connection.number]:
+                async for batch in link:
+                    connection.silent_s = 0.0
+                    self._check_step(link)
+                    if link.num_holes != num_holes:
+                        num_holes = link.num_holes
+                        self._ask_for_missing(connection)
+                    self._hear(connection, batch)
+        except TimeoutError:
+            raise WorkerUnavailableError(f"it has said nothing for {connection.silent_s:.1f} s") from None
+        finally:
+            del self._patience[connection.number]
+
+    def _check_step(self, link: WorkerLink) -> None:
+        running_s = link.heartbeat.step_running_ms / 1000
+        if running_s > self.settings.max_step_s:
+            raise WorkerUnavailableError(f"its step has run for {running_s:.0f} s")
 
     def _hear(self, connection: Connection, batch: Batch) -> None:
         for message in messages_of(batch):
@@ -367,9 +380,9 @@ class Coordinator:
                 continue  # late, or about a session of another stream
             self._handle(stream, Received(connection.kind, message))
             if isinstance(message, Failed):
-                connection.close(message.session, connection.last_heard_ms)  # Closed follows
+                connection.close(message.session, _now_ms())  # Closed follows
                 if message.is_retryable:
-                    connection.avoided_until_ms = connection.last_heard_ms + AVOID_MS
+                    connection.avoided_until_ms = _now_ms() + AVOID_MS
             if isinstance(message, Closed):
                 self._forget(connection, message.session)
                 self._admit()

@@ -52,7 +52,7 @@ class Connection:
     link: Link
     sessions: set[int] = field(default_factory=set)  # opened and not yet Closed
     closing_since_ms: dict[int, float] = field(default_factory=dict)  # of those: Close was sent
-    last_heard_ms: float = 0.0
+    silent_s: float = 0.0  # since it was heard last
     is_suspect: bool = False  # silent: gets no new sessions
     avoided_until_ms: float = 0.0  # it refused a session
 

@@ -1,0 +1,201 @@
+"""A whole service in one process: the real coordinator and workers over real gRPC, with models that need no weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer  # noqa: F401 - slow to import: not while workers wait for heartbeats
+
+import specpipe.demo
+from coordinator.driver import Coordinator, DriverSettings
+from coordinator.service import SERVICE_NAME, App
+from draft_worker.worker import DraftLoop
+from specpipe.client import GenerateClient
+from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
+from specpipe.engine.interface import StepBatch
+from specpipe.engine.vocabulary import read_vocabulary
+from specpipe.model_thread import ModelThread
+from specpipe.server import create_server
+from specpipe.testing import TableModel
+from specpipe.types import Hello
+from specpipe.worker_service import WorkerService
+from specpipe.worker_stream import PROTOCOL_VERSION, WIRES, Timing, new_incarnation
+from target_worker.worker import TargetLoop
+
+DEMO = Path(specpipe.demo.__file__).parent / "models" / "target"
+VOCAB_SIZE = 4096
+EOS = 0
+FINGERPRINT = read_vocabulary(DEMO).fingerprint
+
+FAST = DriverSettings(
+    tick_s=0.01,
+    max_draft_silence_s=0.5,
+    max_target_silence_s=1.0,
+    suspect_after_s=0.3,
+    max_target_wait_s=1.5,
+)
+
+
+def target_model(**changes: Any) -> TableModel:
+    """Text that repeats (order 2), so that drafts are right now and then; EOS is possible and rare."""
+    model = TableModel(VOCAB_SIZE, 20_000, 1, spread=4.0, order=2, max_context=512, eos_token_ids=(EOS,))
+    model.info = replace(model.info, **{"tokenizer_fingerprint": FINGERPRINT, **changes})
+    return model
+
+
+def draft_model(agreement: float = 0.8, **changes: Any) -> TableModel:
+    model = TableModel.like(target_model(), agreement, num_slots=20_000)
+    model.info = replace(model.info, **{"tokenizer_fingerprint": FINGERPRINT, **changes})
+    return model
+
+
+class GatedModel:
+    """A model whose steps wait while the gate is shut."""
+
+    def __init__(self, model: TableModel, gate: threading.Event) -> None:
+        self._model = model
+        self._gate = gate
+        self.info = model.info
+        self.num_slots = model.num_slots
+        self.num_steps = 0
+
+    def forward(self, batch: StepBatch) -> np.ndarray[Any, Any]:
+        self._gate.wait(30)
+        self.num_steps += 1
+        return self._model.forward(batch)
+
+    def clear_slots(self, slots: Any) -> None:
+        self._model.clear_slots(slots)
+
+
+@dataclass
+class Worker:
+    """One incarnation after another of a worker on one port."""
+
+    kind: Any  # "draft" or "target"
+    model: TableModel
+    max_sessions: int = 64
+    port: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
+    is_frozen: bool = False  # says nothing any more, not even heartbeats
+
+    async def start(self) -> None:
+        self.gate.set()
+        self.is_frozen = False
+        self.server = create_server(ServerConfig(port=self.port), [WIRES[self.kind].service_name])
+        self.port = int(self.server.address.rpartition(":")[2])
+        self.thread = ModelThread(self._create)
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=new_incarnation(),
+            model=self.model.info,
+            num_slots=self.model.num_slots,
+            max_sessions=self.max_sessions,
+        )
+        timing = Timing(interval_s=0.1, sleep=self._sleep)
+        self.service = WorkerService(self.kind, hello, self.thread, timing=timing)
+        self.service.add_to(self.server)
+        self.thread.start()
+        await self.thread.wait_ready()
+        await self.server.start()
+
+    async def stop(self) -> None:
+        self.gate.set()
+        self.service.close()
+        self.thread.stop()
+        await asyncio.wait([self.thread.failure])
+        await self.server.stop(0.0)
+
+    def freeze(self) -> None:
+        """As SIGSTOP would."""
+        self.gate.clear()
+        self.is_frozen = True
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    @property
+    def num_sessions(self) -> int:
+        return self.thread.heartbeat().num_sessions
+
+    @property
+    def num_free_slots(self) -> int:
+        return self.thread.heartbeat().num_free_slots
+
+    def _create(self, send: Any) -> Any:
+        self.gated = GatedModel(self.model, self.gate)
+        engine = EngineConfig(model="table", max_sessions=self.max_sessions)
+        if self.kind == "draft":
+            return DraftLoop(self.gated, DraftWorkerConfig(engine=engine), send)
+        return TargetLoop(self.gated, TargetWorkerConfig(engine=engine), send)
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        while self.is_frozen:  # noqa: ASYNC110 - a stopped process does not wait for events
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Cluster:
+    app: App
+    targets: list[Worker]
+    drafts: list[Worker]
+    client: GenerateClient
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.app.coordinator
+
+    @property
+    def address(self) -> str:
+        return self.app.server.address
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of any request is left anywhere."""
+        coordinator = self.coordinator
+        books = (coordinator._streams, coordinator._live, coordinator._queue, coordinator._running)
+        return not any(books) and not coordinator._by_session and not any(w.num_sessions for w in self.workers)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return self.targets + self.drafts
+
+
+@asynccontextmanager
+async def cluster(
+    targets: list[Worker] | None = None,
+    drafts: list[Worker] | None = None,
+    *,
+    settings: DriverSettings = FAST,
+    must_be_ready: bool = True,
+    **config: Any,
+) -> AsyncIterator[Cluster]:
+    """A running service; by default with one worker of each kind."""
+    targets = [Worker("target", target_model())] if targets is None else targets
+    drafts = [Worker("draft", draft_model())] if drafts is None else drafts
+    async with AsyncExitStack() as stack:
+        for worker in targets + drafts:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+        full = CoordinatorConfig(
+            targets=tuple(w.address for w in targets),
+            drafts=tuple(w.address for w in drafts),
+            tokenizer=str(DEMO),
+            **config,
+        )
+        server = create_server(ServerConfig(), [SERVICE_NAME])
+        app = App(full, server, Coordinator(full, settings=settings))
+        await stack.enter_async_context(app.running())
+        if must_be_ready:
+            await app.wait_ready()
+        client = await stack.enter_async_context(GenerateClient(app.server.address))
+        yield Cluster(app, targets, drafts, client)

@@ -1,0 +1,621 @@
+"""The life of a request under any order of events: the answer is the plain run's, and nobody is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.answers import AnswerEvent, Chunk, Finished, Request, Started
+from coordinator.detokenizer import AnswerText, Detokenizer, SpacedDecoder
+from coordinator.events import (
+    Admitted,
+    Emit,
+    Ended,
+    Event,
+    Fail,
+    Instruction,
+    Kind,
+    Lost,
+    Placed,
+    Received,
+    Seek,
+    Send,
+    Tick,
+    Unplaced,
+)
+from coordinator.state import MAX_TARGET_MOVES, Phase, RequestMachine
+from specpipe.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    ErrorCode,
+    InvalidRequestError,
+    InvariantError,
+    RequestCancelledError,
+    SpecpipeError,
+    WorkerUnavailableError,
+)
+from specpipe.types import (
+    Close,
+    Closed,
+    Commit,
+    Extension,
+    Failed,
+    FinishReason,
+    Mode,
+    NeedTokens,
+    Open,
+    Origin,
+    RoundStats,
+    SamplingParams,
+    SpeculationParams,
+    StopRules,
+)
+
+PROMPT = (7, 8, 9)
+EOS = 99
+
+
+def plain_run(num_tokens: int) -> list[int]:
+    return [10 + i for i in range(num_tokens)]
+
+
+def a_request(num_tokens: int = 12, **changes: Any) -> Request:
+    values: dict[str, Any] = {
+        "request_id": "r",
+        "model": "m",
+        "prompt": PROMPT,
+        "sampling": SamplingParams(seed=3),
+        "stops": StopRules(eos_token_ids=(EOS,), max_length=len(PROMPT) + num_tokens),
+        "speculation": SpeculationParams(drafter="model"),
+    }
+    return Request(**values | changes)
+
+
+def a_machine(request: Request | None = None, stops: tuple[str, ...] = (), **settings: Any) -> RequestMachine:
+    answer = AnswerText(Detokenizer(str, SpacedDecoder()), stops)
+    return RequestMachine(request or a_request(), answer, **settings)
+
+
+def a_commit(
+    base: int, tokens: list[int], *, session: int, round_: int = 1, finish: Any = None, **stats: Any
+) -> Commit:
+    origins = (*(Origin.ACCEPTED,) * (len(tokens) - 1), Origin.BONUS)
+    sums = RoundStats(num_rounds=1, num_accepted=len(tokens) - 1, num_verified=len(tokens), num_judged=len(tokens))
+    return Commit(
+        session=session,
+        round=round_,
+        base=base,
+        tokens=tuple(tokens),
+        origins=origins,
+        finish_reason=finish,
+        stats=sums,
+    )
+
+
+@dataclass
+class World:
+    """Carries out what a machine says, and keeps what everybody heard."""
+
+    machine: RequestMachine
+    has: dict[Kind, bool] = field(default_factory=lambda: {Kind.TARGET: True, Kind.DRAFT: True})
+    now_ms: float = 0.0
+    sessions: dict[int, Kind] = field(default_factory=dict)  # open on some worker
+    known: dict[int, list[int]] = field(default_factory=dict)  # tokens that a session's worker was told
+    sent: list[Any] = field(default_factory=list)
+    client: list[AnswerEvent] = field(default_factory=list)
+    error: SpecpipeError | None = None
+    num_sessions: int = 0
+
+    def do(self, event: Event) -> None:
+        for instruction in self.machine.handle(event, self.now_ms):
+            self._carry_out(instruction)
+        self.machine.check()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Seek(kind=kind):
+                if not self.has[kind]:
+                    self.do(Unplaced(kind))
+                    return
+                self.num_sessions += 1
+                self.sessions[self.num_sessions] = kind
+                self.do(Placed(kind, 1, self.num_sessions))
+            case Send(message=message):
+                self.sent.append(message)
+                self._deliver(message)
+            case Emit(event=event):
+                assert self.error is None
+                assert not any(isinstance(e, Finished) for e in self.client), "nothing follows Finished"
+                self.client.append(event)
+            case Fail(error=error):
+                assert self.error is None
+                assert not any(isinstance(e, Finished) for e in self.client)
+                self.error = error
+
+    def _deliver(self, message: Any) -> None:
+        assert message.session in self.sessions, f"{message} for a session that is closed or was never opened"
+        match message:
+            case Open(tokens=tokens, session=session):
+                assert session not in self.known, "a session is opened once"
+                self.known[session] = list(tokens)
+            case Close(session=session):
+                del self.sessions[session]
+            case Commit(session=session, base=base, tokens=tokens):
+                held = self.known[session]
+                assert base <= len(held), "a worker must not be left with a hole"
+                assert held[base:] == list(tokens[: len(held) - base])
+                held += tokens[len(held) - base :]
+
+    def session(self, kind: Kind) -> int | None:
+        return next((session for session, of in self.sessions.items() if of is kind), None)
+
+    def hear(self, kind: Kind, message: Any) -> None:
+        self.do(Received(kind, message))
+
+    def lose(self, kind: Kind) -> None:
+        session = self.session(kind)
+        if session is not None:
+            del self.sessions[session]
+            self.do(Lost(kind, session, "it died"))
+
+    def tick(self, ms: float = 300.0) -> None:
+        self.now_ms += ms
+        self.do(Tick())
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.client if isinstance(event, Chunk) for token in event.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.client if isinstance(event, Chunk))
+
+    @property
+    def finished(self) -> Finished:
+        last = self.client[-1]
+        assert isinstance(last, Finished)
+        return last
+
+    def all(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+def started(request: Request | None = None, **options: Any) -> World:
+    has = options.pop("has", None)
+    world = World(a_machine(request, **options))
+    if has is not None:
+        world.has = has
+    world.do(Admitted())
+    return world
+
+
+def test_a_request_opens_on_both_workers_and_streams() -> None:
+    world = started()
+    opens = world.all(Open)
+    assert [world.sessions[message.session] for message in opens] == [Kind.TARGET, Kind.DRAFT]
+    assert all(message.tokens == PROMPT and message.sampling.seed == 3 for message in opens)
+    assert world.client == [Started(request_id="r", model="m", prompt_tokens=3, seed=3)]
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11], session=target))
+    world.hear(Kind.TARGET, a_commit(5, [12, 13], session=target, round_=2, finish=FinishReason.LENGTH))
+    assert world.tokens == [10, 11, 12, 13]
+    assert world.text == "10 11 12 13"
+    assert world.finished.finish_reason is FinishReason.LENGTH
+    assert (world.finished.prompt_tokens, world.finished.completion_tokens) == (3, 4)
+    assert world.sessions == {}, "both workers were told to close"
+    assert world.machine.phase is Phase.FINISHED
+
+
+def test_commits_go_to_the_draft_and_extensions_to_the_target() -> None:
+    world = started()
+    target, draft = world.session(Kind.TARGET), world.session(Kind.DRAFT)
+    assert target is not None
+    assert draft is not None
+    extension = Extension(session=draft, base=3, parents=(0,), tokens=(10,), confidences=(0.5,), draft_step=1)
+    world.hear(Kind.DRAFT, extension)
+    assert world.sent[-1] == replace(extension, session=target)
+    world.hear(Kind.TARGET, a_commit(3, [10], session=target))
+    assert world.sent[-1] == replace(a_commit(3, [10], session=target), session=draft)
+
+
+def test_the_stop_token_is_counted_but_has_no_text() -> None:
+    world = started()
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, EOS], session=target, finish=FinishReason.STOP))
+    assert world.tokens == [10, EOS]
+    assert world.text == "10"
+    assert world.finished.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("finish", [None, FinishReason.LENGTH, FinishReason.STOP])
+def test_a_stop_string_cuts_the_commit_that_completes_it(finish: FinishReason | None) -> None:
+    world = started(stops=("12 13",))
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11, 12], session=target))
+    assert world.text == "10 11 ", "the beginning of the stop string is held back"
+    world.hear(Kind.TARGET, a_commit(6, [13, 14, 15], session=target, round_=2, finish=finish))
+    assert world.tokens == [10, 11, 12, 13], "tokens end with the one that completes it"
+    assert world.text == "10 11 "
+    assert world.finished.finish_reason is FinishReason.STOP
+    assert world.finished.completion_tokens == 4
+    assert world.finished.speculation.accepted_tokens == 3
+    assert world.sessions == {}
+
+
+def test_a_stop_string_on_the_last_allowed_token_beats_length() -> None:
+    world = started(stops=("12",))
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11, 12], session=target, finish=FinishReason.LENGTH))
+    assert world.finished.finish_reason is FinishReason.STOP
+
+
+def test_a_near_miss_arrives_complete() -> None:
+    world = started(stops=("12 14",))
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11, 12], session=target))
+    world.hear(Kind.TARGET, a_commit(6, [13], session=target, round_=2, finish=FinishReason.LENGTH))
+    assert world.text == "10 11 12 13"
+
+
+def test_a_lost_draft_costs_nothing_and_is_replaced_from_the_tokens_held() -> None:
+    world = started()
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.has[Kind.DRAFT] = False
+    world.lose(Kind.DRAFT)
+    told = world.sent[-1]
+    assert isinstance(told, Extension)
+    assert told.is_exhausted, "the target need not wait for a draft"
+    world.hear(Kind.TARGET, a_commit(3, [10, 11], session=target))
+    world.tick()
+    assert world.session(Kind.DRAFT) is None
+    world.has[Kind.DRAFT] = True
+    world.tick()
+    assert world.all(Open)[-1].tokens == (*PROMPT, 10, 11)
+    assert world.session(Kind.DRAFT) not in (None, 2)
+
+
+def test_a_lost_target_is_replaced_and_the_draft_keeps_its_session() -> None:
+    world = started()
+    target, draft = world.session(Kind.TARGET), world.session(Kind.DRAFT)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11], session=target, round_=1))
+    world.lose(Kind.TARGET)
+    assert world.machine.phase is Phase.OPENING
+    world.tick()
+    again = world.all(Open)[-1]
+    assert (again.tokens, again.num_prompt_tokens, again.sampling.seed) == ((*PROMPT, 10, 11), 3, 3)
+    assert again.stops.max_length == 15
+    assert world.session(Kind.DRAFT) == draft
+    world.hear(Kind.TARGET, a_commit(5, [12], session=again.session, round_=1, finish=FinishReason.LENGTH))
+    assert world.tokens == [10, 11, 12]
+    assert [event.round for event in world.client if isinstance(event, Chunk)] == [1, 2]
+    assert sum(isinstance(event, Started) for event in world.client) == 1
+
+
+def test_without_a_target_in_time_the_request_fails_as_unavailable() -> None:
+    world = started(has={Kind.TARGET: False, Kind.DRAFT: True}, max_target_wait_ms=1000.0)
+    world.tick(900)
+    assert world.error is None
+    world.tick(200)
+    assert isinstance(world.error, WorkerUnavailableError)
+    assert world.client == []
+    assert world.machine.phase is Phase.FAILED
+
+
+def test_targets_that_keep_dying_are_given_up() -> None:
+    world = started()
+    for _ in range(MAX_TARGET_MOVES + 1):
+        world.lose(Kind.TARGET)
+        world.tick()
+    assert isinstance(world.error, WorkerUnavailableError)
+    assert world.sessions == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (ErrorCode.INVALID_ARGUMENT, InvalidRequestError),
+        (ErrorCode.RESOURCE_EXHAUSTED, CapacityError),
+        (ErrorCode.INTERNAL, SpecpipeError),
+    ],
+)
+def test_a_final_failure_of_the_target_is_the_requests(code: ErrorCode, expected: type[SpecpipeError]) -> None:
+    world = started()
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, Failed(session=target, code=code, message="never"))
+    assert type(world.error) is expected
+    assert str(world.error) == "never"
+
+
+def test_a_full_target_is_asked_again_until_the_wait_is_over() -> None:
+    world = started(max_target_wait_ms=2000.0)
+    for _ in range(30):
+        target = world.session(Kind.TARGET)
+        if target is not None:
+            full = Failed(session=target, code=ErrorCode.RESOURCE_EXHAUSTED, message="full", is_retryable=True)
+            world.hear(Kind.TARGET, full)
+            del world.sessions[target]
+        world.tick(100)
+    assert isinstance(world.error, WorkerUnavailableError)
+    assert "full" in str(world.error)
+
+
+def test_a_draft_that_refuses_for_good_is_not_asked_again() -> None:
+    world = started()
+    draft = world.session(Kind.DRAFT)
+    assert draft is not None
+    world.hear(Kind.DRAFT, Failed(session=draft, code=ErrorCode.INVALID_ARGUMENT, message="too long"))
+    del world.sessions[draft]
+    world.tick(100_000)
+    assert len(world.all(Open)) == 2
+    assert world.error is None
+
+
+def test_a_draft_that_claims_too_many_tokens_is_closed() -> None:
+    world = started()
+    draft = world.session(Kind.DRAFT)
+    assert draft is not None
+    world.hear(Kind.DRAFT, NeedTokens(session=draft, have=50))
+    assert [type(message) for message in world.sent if message.session == draft] == [Open, Close]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_need_tokens_is_answered_by_one_commit_from_there(kind: Kind) -> None:
+    world = started()
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11, 12], session=target))
+    session = world.session(kind)
+    assert session is not None
+    world.known[session] = [*PROMPT, 10]
+    world.hear(kind, NeedTokens(session=session, have=4))
+    assert world.sent[-1].base == 4
+    assert world.sent[-1].tokens == (11, 12)
+    assert world.sent[-1].round == 0
+
+
+def test_a_commit_beyond_what_is_held_asks_for_what_is_missing() -> None:
+    world = started()
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(5, [12], session=target))
+    assert world.sent[-1] == NeedTokens(session=target, have=3)
+    assert world.tokens == []
+    world.hear(Kind.TARGET, replace(a_commit(3, [10, 11, 12], session=target), round=0))
+    assert world.tokens == [10, 11, 12]
+
+
+def test_a_commit_that_came_before_is_ignored_and_one_that_contradicts_fails_the_request() -> None:
+    world = started()
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11], session=target))
+    world.hear(Kind.TARGET, a_commit(3, [10, 11], session=target))
+    assert world.tokens == [10, 11]
+    world.hear(Kind.TARGET, a_commit(4, [55], session=target))
+    assert isinstance(world.error, InvariantError)
+    assert "commit 3+2" in str(world.error), "the report tells the session's story"
+    assert world.sessions == {}
+
+
+def test_tokens_beyond_max_length_are_an_invariant_error() -> None:
+    world = started(a_request(2))
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10, 11, 12], session=target))
+    assert isinstance(world.error, InvariantError)
+
+
+@pytest.mark.parametrize("phase", ["queued", "opening", "streaming"])
+def test_a_client_that_leaves_frees_both_workers_at_once(phase: str) -> None:
+    world = World(a_machine())
+    if phase != "queued":
+        world.do(Admitted())
+    if phase == "streaming":
+        target = world.session(Kind.TARGET)
+        assert target is not None
+        world.hear(Kind.TARGET, a_commit(3, [10], session=target))
+    world.do(Ended(RequestCancelledError("gone")))
+    assert world.machine.phase is Phase.CANCELLED
+    assert world.sessions == {}
+    world.do(Admitted())
+    world.tick()
+    assert world.machine.phase is Phase.CANCELLED, "a cancelled request never runs"
+    assert isinstance(world.error, RequestCancelledError)
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_the_deadline_ends_a_request_wherever_it_is(is_admitted: bool) -> None:
+    world = World(a_machine(a_request(deadline_ms=1000.0)))
+    if is_admitted:
+        world.do(Admitted())
+        assert [message.remaining_ms for message in world.all(Open)] == [1000.0, 1000.0]
+    world.tick(999)
+    assert world.error is None
+    world.tick(1)
+    assert isinstance(world.error, DeadlineExceededError)
+    assert world.sessions == {}
+
+
+def test_remaining_time_shrinks_on_the_way() -> None:
+    world = World(a_machine(a_request(deadline_ms=1000.0)))
+    world.now_ms = 400.0
+    world.do(Admitted())
+    assert {message.remaining_ms for message in world.all(Open)} == {600.0}
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        SpeculationParams(mode=Mode.OFF, drafter="none"),
+        SpeculationParams(drafter="ngram"),
+        SpeculationParams(drafter="none"),
+    ],
+)
+def test_no_draft_session_where_none_is_wanted(speculation: SpeculationParams) -> None:
+    world = started(a_request(speculation=speculation))
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10], session=target))
+    world.tick(100_000)
+    assert [type(message) for message in world.sent] == [Open]
+
+
+def test_late_messages_of_a_lost_session_are_ignored() -> None:
+    world = started()
+    old = world.session(Kind.TARGET)
+    assert old is not None
+    world.lose(Kind.TARGET)
+    world.tick()
+    world.hear(Kind.TARGET, a_commit(3, [10], session=old))
+    world.hear(Kind.TARGET, Closed(session=old, length=3))
+    assert world.tokens == []
+    assert world.session(Kind.TARGET) not in (None, old)
+
+
+# Any interleaving
+
+COMMANDS = [
+    *("step", "step", "step", "again", "hole", "extend", "need draft", "need target", "lose draft", "lose target"),
+    *("draft off", "draft on", "fail draft", "close draft", "target off", "target on", "retry target", "tick", "late"),
+]
+
+
+@given(
+    commands=st.lists(st.sampled_from(COMMANDS), max_size=60),
+    blocks=st.lists(st.integers(1, 5), min_size=1, max_size=20),
+    stop=st.sampled_from([None, "13", "14 15", "21 22", "never"]),
+    eos_at=st.none() | st.integers(0, 14),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_interleaving_gives_the_plain_answer(
+    commands: list[str], blocks: list[int], stop: str | None, eos_at: int | None
+) -> None:
+    run = plain_run(15)
+    if eos_at is not None:
+        run = [*run[:eos_at], EOS]
+    world = started(a_request(15), stops=() if stop is None else (stop,), max_target_wait_ms=1e9)
+    play = Play(world, run, blocks)
+    for command in commands:
+        play.do(command)
+    play.finish()
+    expected_tokens, expected_text = oracle(run, stop)
+    if isinstance(world.error, WorkerUnavailableError):
+        assert "were lost" in str(world.error)
+        assert world.tokens == expected_tokens[: len(world.tokens)]
+        return
+    assert world.error is None
+    assert world.tokens == expected_tokens
+    assert world.text == expected_text
+    assert world.sessions == {}
+    report = world.finished.speculation
+    assert world.finished.completion_tokens == len(expected_tokens)
+    assert report.accepted_tokens <= report.verified_tokens
+
+
+def oracle(run: list[int], stop: str | None) -> tuple[list[int], str]:
+    texted = run[:-1] if run[-1] == EOS else run
+    for count in range(1, len(texted) + 1):
+        text = " ".join(map(str, texted[:count]))
+        if stop is not None and stop in text:
+            return run[:count], text[: text.index(stop)]
+    return run, " ".join(map(str, texted))
+
+
+@dataclass
+class Play:
+    """Workers that behave, apart from dying, repeating themselves and losing messages."""
+
+    world: World
+    run: list[int]
+    blocks: list[int]
+    num_steps: int = 0
+    old_sessions: list[int] = field(default_factory=list)
+    last: Commit | None = None
+
+    def do(self, command: str) -> None:
+        world = self.world
+        target, draft = world.session(Kind.TARGET), world.session(Kind.DRAFT)
+        match command:
+            case "step" if target is not None:
+                self._commit(target, len(world.known[target]))
+            case "hole" if target is not None:
+                self._commit(target, len(world.known[target]) + 1)
+            case "again" if self.last is not None:
+                world.hear(Kind.TARGET, self.last)
+            case "extend" if draft is not None:
+                base = len(world.known[draft])
+                extension = Extension(session=draft, base=base, parents=(0,), tokens=(5,), confidences=(1.0,))
+                world.hear(Kind.DRAFT, extension)
+            case "need draft" if draft is not None:
+                world.hear(Kind.DRAFT, NeedTokens(session=draft, have=3))
+            case "need target" if target is not None:
+                world.hear(Kind.TARGET, NeedTokens(session=target, have=3))
+            case "lose draft":
+                world.lose(Kind.DRAFT)
+            case "lose target":
+                self.old_sessions += [] if target is None else [target]
+                world.lose(Kind.TARGET)
+            case "draft off" | "draft on":
+                world.has[Kind.DRAFT] = command.endswith("on")
+            case "target off" | "target on":
+                world.has[Kind.TARGET] = command.endswith("on")
+            case "fail draft" if draft is not None:
+                self._fail(Kind.DRAFT, draft)
+            case "close draft" if draft is not None:
+                world.hear(Kind.DRAFT, Closed(session=draft, length=3))
+                world.sessions.pop(draft, None)
+            case "retry target" if target is not None:
+                self._fail(Kind.TARGET, target)
+            case "late" if self.old_sessions:
+                world.hear(Kind.TARGET, a_commit(3, [77], session=self.old_sessions[-1]))
+            case "tick":
+                world.tick()
+
+    def finish(self) -> None:
+        self.world.has = {Kind.TARGET: True, Kind.DRAFT: True}
+        for _ in range(100):
+            self.do("tick")
+            self.do("step")
+            if self.world.machine.phase.is_over:
+                return
+        raise AssertionError("the request did not end")
+
+    def _fail(self, kind: Kind, session: int) -> None:
+        failed = Failed(session=session, code=ErrorCode.INTERNAL, message="oops", is_retryable=True)
+        self.world.hear(kind, failed)
+        self.world.sessions.pop(session, None)
+
+    def _commit(self, session: int, base: int) -> None:
+        """The next block from `base` on, which is where the coordinator is unless there is a hole."""
+        size = self.blocks[self.num_steps % len(self.blocks)]
+        self.num_steps += 1
+        start = base - len(PROMPT)
+        tokens = self.run[start : start + size]
+        if not tokens:
+            return
+        is_last = start + len(tokens) == len(self.run)
+        finish = (FinishReason.STOP if tokens[-1] == EOS else FinishReason.LENGTH) if is_last else None
+        commit = a_commit(base, tokens, session=session, round_=self.num_steps, finish=finish)
+        self.last = commit
+        if base == len(self.world.known[session]):
+            self.world.known[session] += tokens
+            self.world.hear(Kind.TARGET, commit)
+            return
+        self.world.hear(Kind.TARGET, commit)
+        asked = self.world.sent[-1]
+        assert isinstance(asked, NeedTokens)
+        missing = self.run[asked.have - len(PROMPT) : start + len(tokens)]
+        self.world.known[session] += missing
+        self.world.hear(Kind.TARGET, replace(a_commit(asked.have, missing, session=session, finish=finish), round=0))
