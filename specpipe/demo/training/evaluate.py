@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from specpipe.demo.training.tokenizer import format_exchange
 _log = logging.getLogger(__name__)
 
 _PROMPTS_A_FILE = 3
+_NUM_CHATS = 12
 _BATCH_SIZE = 32
 _LOSS_WINDOW = 512
 
@@ -84,7 +86,7 @@ def file_prompts(tokenizer: Tokenizer, length: int) -> Iterator[list[int]]:
 
 
 def chat_prompts(tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The first chat sample about a function of each held-out file, up to where the assistant begins."""
+    """A chat about one function of each held-out file that has one, up to where the assistant begins."""
     for path in demo.held_out_files():
         samples = corpus.chat_samples(path, corpus.read_source(path) or "")
         question = next((sample for sample in samples if sample.question.startswith("Write")), None)
@@ -159,7 +161,7 @@ def evaluate(pair: Pair, prompt_length: int, num_tokens: int, num_speculative_to
     """All figures of the model card's table."""
     prompts = {
         "files": list(file_prompts(pair.tokenizer, prompt_length)),
-        "chats": list(chat_prompts(pair.tokenizer)),
+        "chats": list(islice(chat_prompts(pair.tokenizer), _NUM_CHATS)),
     }
     figures = {}
     for name, part in prompts.items():
