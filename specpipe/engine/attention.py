@@ -179,11 +179,11 @@ class _GroupTensors:
             out.index_copy_(0, self.rows, attended)
 
     def gather(self, cache: torch.Tensor) -> torch.Tensor:
-        """The group's keys or values, [num_parts, num_keys, num_kv_heads, dim]."""
+        """The group's keys and values, [num_parts, num_keys, num_kv_heads, key_dim + value_dim]."""
         if self.key_range:
             return cache[self.key_range[0] : self.key_range[1]].unsqueeze(0)
         assert self.key_slots is not None
-        return cache.index_select(0, self.key_slots).unflatten(0, (self.shape[0], self.shape[2]))
+        return cache.index_select(0, self.key_slots).view(self.shape[0], self.shape[2], *cache.shape[1:])
 
 
 class StepPlan:
@@ -210,29 +210,30 @@ class StepPlan:
         window: int | None,
     ) -> torch.Tensor:
         self.num_layers_seen += 1
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.index_copy_(0, self._write_slots, key)
-        values.index_copy_(0, self._write_slots, value)
+        cache = self.cache
+        cache.keys[layer].index_copy_(0, self._write_slots, key)
+        cache.values[layer].index_copy_(0, self._write_slots, value)
+        both = cache.layers[layer]
         groups = self._groups
         if len(groups) == 1 and groups[0].is_whole:
-            return _attend_group(groups[0], query, keys, values, scaling, window)
-        out = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
+            return _attend_group(groups[0], query, both, scaling, window)
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
         for group in groups:
-            group.put(out, _attend_group(group, group.take(query), keys, values, scaling, window))
+            group.put(out, _attend_group(group, group.take(query), both, scaling, window))
         return out
 
 
 def _attend_group(
     group: _GroupTensors,
     query: torch.Tensor,  # [num_parts * num_rows, num_heads, key_dim]
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cache: torch.Tensor,  # [num_slots, num_kv_heads, key_dim + value_dim]
     scaling: float,
     window: int | None,
 ) -> torch.Tensor:
     num_parts, num_rows, _ = group.shape
-    repeats = query.shape[1] // keys.shape[1]
-    key, value = group.gather(keys), group.gather(values)
+    repeats = query.shape[1] // cache.shape[1]
+    both = group.gather(cache)
+    key, value = both[..., : query.shape[-1]], both[..., query.shape[-1] :]
     if repeats == 1 or num_rows <= _MAX_FOLDED_ROWS:
         return _attend_folded(query, key, value, group.mask(window, repeats), scaling)
     if num_parts == 1:
@@ -259,7 +260,7 @@ def _attend_folded(
         attn_mask=mask,
         scale=scaling,
     )
-    unfolded = attended.unflatten(2, (num_rows, repeats)).transpose(1, 2)
+    unfolded = attended.reshape(num_parts, num_kv_heads, num_rows, repeats, value.shape[-1]).transpose(1, 2)
     return unfolded.reshape(num_places, num_heads, value.shape[-1])
 
 

@@ -3,9 +3,8 @@
 Owns: the arithmetic of one step for families whose layers are RMSNorm, rotary attention and a gated MLP; the fused
 weights. Must not know: slots, sessions, how rows attend (the plan does that).
 
-transformers' modules spend most of a small step on calls and small operations (1 ms a layer whatever the width); this
-spends a quarter of it. The weights stay transformers': its modules keep views of the fused ones, and the logits of both
-are compared once at load (`prepared.py`).
+transformers' modules spend most of a small step on calls and small operations; this does a third of them. It takes the
+weights over from transformers' modules, and `prepared.py` compares the logits of both at load.
 """
 
 from __future__ import annotations
@@ -19,18 +18,39 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from specpipe.engine.attention import Plan
-from specpipe.engine.linear import Linear, fuse
+from specpipe.engine.linear import Linear, can_pack, fuse
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
+class _Norm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
+        size = weight.shape[-1]
+        self.eps = eps
+        self.weight = weight.to(dtype)
+        self.scaled_weight = self.weight * size**0.5
+        self.floor = torch.tensor((size * eps) ** 0.5, dtype=dtype, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if (
+            x.dtype == torch.float32 and x.device.type == "cpu"
+        ):  # half the time of rms_norm, which is made of more parts
+            length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, keepdim=True), self.floor)
+            return x.div(length).mul_(self.scaled_weight)
+        if self.weight.dim() == 1:
+            return rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
+
+
 @dataclass(slots=True, kw_only=True)
 class _Layer:
-    input_norm: Tensor
+    input_norm: _Norm
     qkv: Linear
-    head_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]: Qwen3 normalises queries and keys by head
+    head_norm: _Norm | None  # weight [num_heads + num_kv_heads, head_dim]: Qwen3 normalises queries and keys by head
     out: Linear
-    mlp_norm: Tensor
+    mlp_norm: _Norm
     gate_up: Linear
     down: Linear
     scaling: float
@@ -38,20 +58,24 @@ class _Layer:
 
 
 class FastDecoder:
-    """Runs `model` (a transformers model of FAMILIES). Building it fuses the model's weights in place."""
+    """Runs `model` (a transformers model of FAMILIES), whose own forward no longer works afterwards."""
 
     def __init__(self, model: Any, windows: Sequence[int | None]) -> None:
         body = model.model
         attention = body.layers[0].self_attn
+        weight = attention.q_proj.weight
+        self.dtype: torch.dtype = torch.float32 if can_pack(weight) else weight.dtype  # of rows, keys and values
         self.head_dim: int = attention.head_dim
         self.num_heads: int = attention.q_proj.out_features // self.head_dim
         self.num_kv_heads: int = attention.k_proj.out_features // self.head_dim
         self.eps: float = body.norm.variance_epsilon
-        self.layers = [self._fuse_layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
-        self.norm: Tensor = body.norm.weight
         self.embedding: Tensor = body.embed_tokens.weight
-        self.head = Linear(self.embedding if model.lm_head.weight is self.embedding else model.lm_head.weight)
+        self.head = Linear(model.lm_head.weight)
+        self.layers = [self._take_layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
+        self.norm = self._take_norm(body.norm)
         self.rotary_emb = body.rotary_emb
+        if model.lm_head.weight is not self.embedding:
+            model.lm_head.weight = None
 
     @staticmethod
     def can_run(model: Any) -> bool:
@@ -59,31 +83,25 @@ class FastDecoder:
 
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> Tensor:
         """[num_wanted, output rows]; `tokens` and `positions` are [1, num_rows]."""
-        hidden = self.embedding.index_select(0, tokens[0])
+        hidden = self.embedding.index_select(0, tokens[0]).to(self.dtype)
         cos, sin = self._rotation(hidden, positions)
         for index, layer in enumerate(self.layers):
             hidden = self._run_layer(index, layer, hidden, cos, sin, plan)
-        hidden = hidden.index_select(0, wanted)
-        return self.head(self._norm(hidden, self.norm))
+        return self.head(self.norm(hidden.index_select(0, wanted)))
 
     def _run_layer(self, index: int, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         num_rows = hidden.shape[0]
         num_rotated = self.num_heads + self.num_kv_heads
-        heads = layer.qkv(self._norm(hidden, layer.input_norm)).view(num_rows, -1, self.head_dim)
+        heads = layer.qkv(layer.input_norm(hidden)).view(num_rows, -1, self.head_dim)
         rotated = heads[:, :num_rotated]
         if layer.head_norm is not None:
-            rotated = self._norm(rotated, layer.head_norm)
+            rotated = layer.head_norm(rotated)
         rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
         query, key, value = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, num_rotated:]
         attended = plan.attend(index, query, key, value, layer.scaling, layer.window)
         hidden = layer.out.add_to(hidden, attended.reshape(num_rows, -1))
-        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, -1)
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
         return layer.down.add_to(hidden, silu(gate).mul_(up))
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() > 1:
-            return rms_norm(hidden, hidden.shape[-1:], None, self.eps) * weight
-        return rms_norm(hidden, hidden.shape[-1:], weight, self.eps)
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [num_rows, 1, head_dim]; the sign of rotate_half is folded into sin."""
@@ -92,22 +110,26 @@ class FastDecoder:
         signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         return cos[0].unsqueeze(1), signed.unsqueeze(1)
 
-    def _fuse_layer(self, layer: Any, window: int | None) -> _Layer:
+    def _take_layer(self, layer: Any, window: int | None) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return _Layer(
-            input_norm=layer.input_layernorm.weight,
+            input_norm=self._take_norm(layer.input_layernorm),
             qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-            head_norm=self._head_norm(attention),
+            head_norm=self._take_head_norm(attention),
             out=fuse(attention.o_proj),
-            mlp_norm=layer.post_attention_layernorm.weight,
+            mlp_norm=self._take_norm(layer.post_attention_layernorm),
             gate_up=fuse(mlp.gate_proj, mlp.up_proj),
             down=fuse(mlp.down_proj),
             scaling=attention.scaling,
             window=window,
         )
 
-    def _head_norm(self, attention: Any) -> Tensor | None:
+    def _take_norm(self, norm: Any) -> _Norm:
+        return _Norm(norm.weight, self.eps, self.dtype)
+
+    def _take_head_norm(self, attention: Any) -> _Norm | None:
         if not hasattr(attention, "q_norm"):
             return None
         query, key = attention.q_norm.weight, attention.k_norm.weight
-        return torch.cat((query.expand(self.num_heads, -1), key.expand(self.num_kv_heads, -1)))
+        weight = torch.cat((query.expand(self.num_heads, -1), key.expand(self.num_kv_heads, -1)))
+        return _Norm(weight, attention.q_norm.variance_epsilon, self.dtype)

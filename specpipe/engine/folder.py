@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def check_folder(model: str | Path, *, can_download: bool = True) -> ModelFolder
     """
     path = _locate(str(model), can_download)
     gguf = _find_gguf(path)
-    name = path.stem if path.is_file() else _name_of(str(model), path)
+    name = _name_of(str(model), path)
     return _check_gguf(name, gguf) if gguf else _check_safetensors(name, path)
 
 
@@ -89,16 +90,18 @@ def _check_gguf(name: str, path: Path) -> ModelFolder:
 
 
 def _locate(model: str, can_download: bool) -> Path:
-    path = Path(model).expanduser()
-    if path.exists():
-        return path.resolve()
+    expanded = os.path.expanduser(model)
+    if os.path.exists(expanded):
+        return Path(expanded).resolve()
     if model.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(model):
         raise ConfigError(f"{model}: no such model folder")
     return hub.find(model, can_download=can_download)
 
 
 def _name_of(model: str, path: Path) -> str:
-    return path.name if Path(model).expanduser().exists() else model
+    if path.is_file():
+        return path.stem
+    return path.name if os.path.exists(os.path.expanduser(model)) else model
 
 
 def _find_gguf(path: Path) -> Path | None:

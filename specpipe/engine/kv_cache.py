@@ -23,12 +23,19 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
+    @property
+    def width(self) -> int:
+        return self.key_dim + self.value_dim
+
     def num_bytes(self, dtype: torch.dtype) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * int(dtype.itemsize)
+        return self.num_kv_heads * self.width * int(dtype.itemsize)
 
 
 class KVCache:
-    """Per layer `keys` and `values` of shape [num_slots, num_kv_heads, dim], zero at the start. Slot 0 is scratch."""
+    """Per layer one tensor [num_slots, num_kv_heads, key_dim + value_dim], zero at the start. Slot 0 is scratch.
+
+    Keys and values of a slot lie side by side, so that one gather fetches both.
+    """
 
     def __init__(
         self, layers: Sequence[LayerShape], num_slots: int, *, dtype: torch.dtype, device: torch.device
@@ -36,14 +43,15 @@ class KVCache:
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = device
-        self.keys = [_zeros((num_slots, layer.num_kv_heads, layer.key_dim), dtype, device) for layer in layers]
-        self.values = [_zeros((num_slots, layer.num_kv_heads, layer.value_dim), dtype, device) for layer in layers]
+        self.layers = [_zeros((num_slots, layer.num_kv_heads, layer.width), dtype, device) for layer in layers]
+        self.keys = [both[..., : layer.key_dim] for both, layer in zip(self.layers, layers, strict=True)]
+        self.values = [both[..., layer.key_dim :] for both, layer in zip(self.layers, layers, strict=True)]
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero `slots` in every layer: a masked NaN would leak through attention (0 x NaN is NaN)."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        for tensor in (*self.keys, *self.values):
-            tensor.index_fill_(0, index, 0.0)
+        for both in self.layers:
+            both.index_fill_(0, index, 0.0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

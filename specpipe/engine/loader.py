@@ -81,6 +81,7 @@ def load_weights(folder: ModelFolder, dtype: str) -> PreTrainedModel:
 def create_runner(loaded: PreTrainedModel, folder: ModelFolder, config: EngineConfig) -> ModelRunner:
     """A runner for a loaded model: context limit, rotary frequencies, admission, slots."""
     max_context = min(folder.max_positions or DEFAULT_CONTEXT, config.max_context or 2**31)
+    fingerprint = folder.fingerprint(str(loaded.dtype).removeprefix("torch."))
     rope.fix_frequencies(loaded, max_context)
     model = PreparedModel(loaded)
     if model.name not in families.PROVEN:
@@ -93,7 +94,7 @@ def create_runner(loaded: PreTrainedModel, folder: ModelFolder, config: EngineCo
         max_context = num_slots - 1
     info = ModelInfo(
         name=folder.name,
-        fingerprint=folder.fingerprint(str(loaded.dtype).removeprefix("torch.")),
+        fingerprint=fingerprint,
         tokenizer_fingerprint=folder.vocabulary.fingerprint,
         vocab_size=min(folder.vocabulary.size, model.num_output_rows),
         max_context=max_context,

@@ -23,6 +23,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 MAX_DECODE_ROWS = 16  # a longer run of committed rows is a prefill chunk
 _CALL_COST = 1000  # what one more attention call costs, in (row, key) pairs
+_MANY = 1 << 40
 _SLOT_DTYPE = np.int64
 
 
@@ -106,8 +107,11 @@ class StepArrays:
     groups: list[Group]
 
 
-def plan_step(batch: StepBatch) -> StepArrays:
-    """Flatten `batch`. Raises InvalidRequestError if a session's rows contradict one another."""
+def plan_step(batch: StepBatch, max_group_keys: int = _MANY) -> StepArrays:
+    """Flatten `batch`. Raises InvalidRequestError if a session's rows contradict one another.
+
+    Groups of several parts have at most `max_group_keys` keys in all (what fits a cache, where that matters).
+    """
     tokens: list[int] = []
     positions: list[IntArray] = []
     write_slots: list[IntArray] = []
@@ -129,16 +133,16 @@ def plan_step(batch: StepBatch) -> StepArrays:
         positions=np.concatenate(positions),
         write_slots=np.concatenate(write_slots),
         wanted=np.array(wanted, dtype=np.int64),
-        groups=group_parts(parts),
+        groups=group_parts(parts, max_group_keys),
     )
 
 
-def group_parts(parts: Sequence[Part]) -> list[Group]:
+def group_parts(parts: Sequence[Part], max_keys: int = _MANY) -> list[Group]:
     """Pad parts of similar shape together where that costs less than separate calls."""
     groups: list[list[Part]] = []
     work = 0
     for part in sorted(parts, key=lambda part: (part.num_rows > MAX_DECODE_ROWS, part.num_keys)):
-        if groups and _fits(groups[-1], part, work):
+        if groups and _fits(groups[-1], part, work, max_keys):
             groups[-1].append(part)
         else:
             groups.append([part])
@@ -147,10 +151,10 @@ def group_parts(parts: Sequence[Part]) -> list[Group]:
     return [_pad(sorted(members, key=lambda part: part.first_row)) for members in groups]
 
 
-def _fits(members: Sequence[Part], part: Part, work: int) -> bool:
+def _fits(members: Sequence[Part], part: Part, work: int, max_keys: int) -> bool:
     num_rows = max(part.num_rows, *(member.num_rows for member in members))
-    padded = (len(members) + 1) * num_rows * part.num_keys  # parts come by ascending number of keys
-    return padded <= work + part.num_rows * part.num_keys
+    num_keys = (len(members) + 1) * part.num_keys  # padded: parts come by ascending number of keys
+    return num_keys <= max_keys and num_rows * num_keys <= work + part.num_rows * part.num_keys
 
 
 def _pad(members: list[Part]) -> Group:

@@ -14,12 +14,18 @@ from transformers import PreTrainedModel
 from specpipe.engine import attention
 from specpipe.engine.attention import PLAN, ShapeProbe, StepPlan
 from specpipe.engine.fast_decoder import FastDecoder
-from specpipe.engine.kv_cache import LayerShape
+from specpipe.engine.interface import SessionRows, StepBatch
+from specpipe.engine.kv_cache import KVCache, LayerShape
+from specpipe.engine.linear import pack_model
+from specpipe.engine.plan import plan_step
 from specpipe.errors import InvariantError, SpecpipeError, UnsupportedModelError
+
+_CHECKED_ROWS = 4
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit
 
 
 class PreparedModel:
-    """`model` is changed in place: evaluation mode, no gradients, specpipe's attention."""
+    """`model` is changed in place and given away: no gradients, specpipe's attention, packed weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         attention.register()
@@ -30,11 +36,12 @@ class PreparedModel:
         self.device: torch.device = next(model.parameters()).device
         self.num_output_rows: int = model.get_input_embeddings().num_embeddings
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._fast: FastDecoder | None = None
         probe = self._probe()
         self.layers: list[LayerShape] = [probe.shapes[layer] for layer in range(len(probe.shapes))]
         self.windows: list[int | None] = [probe.windows[layer] for layer in range(len(probe.shapes))]
         self.dtype: torch.dtype = probe.dtype  # of keys and values
-        self.fast = FastDecoder(model, self.windows) if FastDecoder.can_run(model) else None
+        self._speed_up()
 
     @property
     def bytes_per_slot(self) -> int:
@@ -42,14 +49,44 @@ class PreparedModel:
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run the step; return logits of its wanted rows, [num_wanted, output rows of the model]."""
-        if self.fast is not None:
-            return self.fast.logits(plan.tokens, plan.positions, plan.wanted, plan)
+        if self._fast is not None:
+            return self._fast.logits(plan.tokens, plan.positions, plan.wanted, plan)
         keep = {"logits_to_keep": plan.wanted} if self._keeps_logits else {}
         inputs = {"input_ids": plan.tokens, "position_ids": plan.positions, "use_cache": False, PLAN: plan}
         logits: torch.Tensor = self.model(**inputs, **keep).logits[0]
         if plan.num_layers_seen != len(self.layers):
             raise InvariantError(f"{plan.num_layers_seen} of {len(self.layers)} layers used specpipe's attention")
         return logits if self._keeps_logits else logits.index_select(0, plan.wanted)
+
+    def _speed_up(self) -> None:
+        """Pack weights and leave transformers' modules where there is a faster way. Raises if logits then differ."""
+        weights_dtype = next(self.model.parameters()).dtype
+        before = self._sample_logits()
+        if FastDecoder.can_run(self.model):
+            self._fast = FastDecoder(self.model, self.windows)
+            self.dtype = self._fast.dtype
+        else:
+            pack_model(self.model)
+            self.dtype = self._probe().dtype
+        after = self._sample_logits()
+        error = float((after - before).abs().max() / before.abs().max().clamp(min=1e-6))
+        if not error <= _TOLERANCE.get(weights_dtype, 5e-2):
+            raise UnsupportedModelError(f"{self.name}: logits with packed weights differ by {error:.1e} of the largest")
+
+    def _sample_logits(self) -> torch.Tensor:
+        """Of a few rows of one sequence."""
+        slots = list(range(1, _CHECKED_ROWS + 1))
+        rows = SessionRows(
+            session=0,
+            context_slots=slots,
+            num_computed=0,
+            tokens=[slot % self.num_output_rows for slot in slots],
+            num_committed_rows=len(slots),
+            wants_logits=[True] * len(slots),
+        )
+        cache = KVCache(self.layers, len(slots) + 1, dtype=self.dtype, device=self.device)
+        with torch.inference_mode():
+            return self.logits(StepPlan(plan_step(StepBatch(sessions=[rows])), cache)).float()
 
     def _probe(self) -> ShapeProbe:
         probe = ShapeProbe()

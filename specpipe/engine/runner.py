@@ -19,6 +19,8 @@ from specpipe.engine.prepared import PreparedModel
 from specpipe.errors import InvalidRequestError, InvariantError
 from specpipe.types import ModelInfo
 
+_CPU_GROUP_BYTES = 256 * 1024  # gathered keys and values of one attention call should stay in a core's own cache
+
 
 class ModelRunner:
     """Implements specpipe.engine.interface.StepModel for a transformers model. Called from one thread only."""
@@ -28,6 +30,8 @@ class ModelRunner:
         self.num_slots = num_slots
         self.model = model
         self.cache = KVCache(model.layers, num_slots, dtype=model.dtype, device=model.device)
+        bytes_per_key = max(layer.num_bytes(model.dtype) for layer in model.layers)
+        self._max_group_keys = _CPU_GROUP_BYTES // bytes_per_key if model.device.type == "cpu" else 1 << 40
 
     def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """See StepModel.forward.
@@ -35,7 +39,7 @@ class ModelRunner:
         Raises InvalidRequestError for a row beyond the context limit or a token that is not in the vocabulary,
         InvariantError for a slot that does not exist.
         """
-        arrays = plan_step(batch)
+        arrays = plan_step(batch, self._max_group_keys)
         self._check(arrays)
         with torch.inference_mode():
             plan = StepPlan(arrays, self.cache)
