@@ -1,0 +1,237 @@
+"""A target worker as its coordinator sees it: the real service over gRPC with a tiny random Llama."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import specpipe.demo
+from specpipe.config import EngineConfig, ServerConfig, TargetWorkerConfig
+from specpipe.errors import ConfigError, ErrorCode
+from specpipe.types import (
+    Batch,
+    Close,
+    Closed,
+    Commit,
+    Extension,
+    Failed,
+    FinishReason,
+    Mode,
+    NeedTokens,
+    Open,
+    Origin,
+    Rule,
+    SamplingParams,
+    SpeculationParams,
+    StopRules,
+)
+from specpipe.worker_client import WorkerLink
+from target_worker.service import serve
+
+PROMPT = (11, 12, 13, 14)
+NUM_SLOTS = 700
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    tokenizer = Path(specpipe.demo.__file__).parent / "models" / "target"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, path / name)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[int]:
+    """What transformers' own generate says after the prompt."""
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    settings = GenerationConfig(max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = torch.tensor([PROMPT])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return [int(token) for token in output[0, len(PROMPT) :]]
+
+
+@asynccontextmanager
+async def worker(folder: Path, **fields: int) -> AsyncIterator[WorkerLink]:
+    """A running target worker and a link to it."""
+    read_fd, write_fd = os.pipe()
+    config = TargetWorkerConfig(
+        server=ServerConfig(ready_fd=write_fd),
+        engine=EngineConfig(model=str(folder), num_slots=NUM_SLOTS, dtype="float32"),
+        **fields,
+    )
+    task = asyncio.create_task(serve(config))
+    with os.fdopen(read_fd) as ready:
+        line = asyncio.create_task(asyncio.to_thread(ready.readline))
+        await asyncio.wait([task, line], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            os.close(write_fd)
+            await task
+        try:
+            async with WorkerLink.connect((await line).strip(), "target", incarnation=1) as link:
+                yield link
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def create_open(session: int, *, mode: Mode = Mode.OFF, k: int | None = None, max_tokens: int = NUM_TOKENS) -> Open:
+    return Open(
+        session=session,
+        request_id=f"r{session}",
+        tokens=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        sampling=SamplingParams(temperature=0.0),
+        stops=StopRules(max_length=len(PROMPT) + max_tokens),
+        speculation=SpeculationParams(mode=mode, drafter="model", num_speculative_tokens=k),
+    )
+
+
+class Answers:
+    """Reads a link; answers commits with a chain of the tokens that `script` says will come."""
+
+    def __init__(self, link: WorkerLink, script: list[int] | None = None, length: int = 8) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.origins: list[Origin] = []
+        self.messages: list[object] = []
+        self._link = link
+        self._script = script
+        self._length = length
+
+    def open(self, opened: Open) -> None:
+        self.tokens[opened.session] = []
+        self._link.send(opened)
+
+    async def until_closed(self, *sessions: int) -> None:
+        left = set(sessions)
+        while left:
+            batch = await anext(self._link)
+            for commit in batch.commits:
+                self._take(commit)
+            self.messages += _others(batch)
+            left -= {closed.session for closed in batch.closed}
+
+    def _take(self, commit: Commit) -> None:
+        tokens = self.tokens[commit.session]
+        assert commit.base == len(PROMPT) + len(tokens)
+        tokens += commit.tokens
+        self.origins += commit.origins
+        self.messages.append(commit)
+        if commit.finish_reason is not None:
+            self._link.send(Close(session=commit.session))
+        elif self._script is not None:
+            chain = self._script[len(tokens) : len(tokens) + self._length]
+            self._link.send(
+                Extension(
+                    session=commit.session,
+                    base=len(PROMPT) + len(tokens),
+                    parents=tuple(range(len(chain))),
+                    tokens=tuple(chain),
+                    confidences=(0.9,) * len(chain),
+                    is_exhausted=True,
+                )
+            )
+
+
+def _others(batch: Batch) -> list[object]:
+    return [*batch.failures, *batch.closed]
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_the_answer_is_what_transformers_says(folder: Path, expected: list[int], mode: Mode) -> None:
+    async with worker(folder) as link:
+        answers = Answers(link, script=expected)
+        answers.open(create_open(1, mode=mode, k=8))
+        await answers.until_closed(1)
+    assert answers.tokens[1] == expected
+    assert (Origin.ACCEPTED in answers.origins) is (mode is not Mode.OFF)
+
+
+async def test_sync_takes_as_few_rounds_as_there_can_be(folder: Path, expected: list[int]) -> None:
+    async with worker(folder) as link:
+        answers = Answers(link, script=expected, length=3)
+        answers.open(create_open(1, mode=Mode.SYNC, k=3))
+        await answers.until_closed(1)
+    commits = [message for message in answers.messages if isinstance(message, Commit)]
+    assert sum(commit.stats.num_rounds for commit in commits) <= NUM_TOKENS // 4 + 2
+    assert answers.tokens[1] == expected
+
+
+async def test_many_sessions_in_all_modes_at_once(folder: Path, expected: list[int]) -> None:
+    wrong = [(token + 1) % 4096 for token in expected]
+    async with worker(folder) as link:
+        for script in (expected, wrong, None):
+            answers = Answers(link, script=script)
+            numbers = [100 * id(script) % 10**9 + i for i in range(9)]
+            for i, number in enumerate(numbers):
+                answers.open(create_open(number, mode=list(Mode)[i % 3], k=4, max_tokens=NUM_TOKENS - i))
+            await answers.until_closed(*numbers)
+            for i, number in enumerate(numbers):
+                assert answers.tokens[number] == expected[: NUM_TOKENS - i]
+        assert link.heartbeat.num_sessions in range(10)
+
+
+async def test_a_refused_open_ends_itself_and_nothing_else(folder: Path, expected: list[int]) -> None:
+    async with worker(folder) as link:
+        answers = Answers(link)
+        opened = create_open(1)
+        answers.open(replace(opened, speculation=replace(opened.speculation, rule=Rule.REJECTION)))
+        answers.open(create_open(2))
+        await answers.until_closed(1, 2)
+    [failed] = [message for message in answers.messages if isinstance(message, Failed)]
+    assert (failed.session, failed.code) == (1, ErrorCode.INVALID_ARGUMENT)
+    assert answers.tokens[2] == expected
+
+
+async def test_close_in_the_middle_and_need_tokens(folder: Path, expected: list[int]) -> None:
+    async with worker(folder) as link:
+        link.send(create_open(1))
+        batch = await anext(link)
+        while not batch.commits:
+            batch = await anext(link)
+        link.send(NeedTokens(session=1, have=len(PROMPT)))
+        await _until(link, lambda batch: any(c.base == len(PROMPT) for c in batch.commits))
+        link.send(Close(session=1, reason="client left"))
+        closed = await _until(link, lambda batch: bool(batch.closed))
+        assert closed.closed[0].session == 1
+        answers = Answers(link)
+        answers.open(create_open(2))
+        await answers.until_closed(2)
+        assert answers.tokens[2] == expected
+    last = [message for message in answers.messages if isinstance(message, Commit)][-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert isinstance(answers.messages[-1], Closed)
+
+
+async def _until(link: WorkerLink, condition) -> Batch:  # type: ignore[no-untyped-def]
+    while True:
+        batch = await anext(link)
+        if condition(batch):
+            return batch
+
+
+async def test_several_ranks_are_refused_at_start_for_now(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
+        async with worker(folder, tensor_parallel_size=2):
+            pass
