@@ -165,9 +165,10 @@ async def serve(config: CoordinatorConfig) -> int:
     Raises ConfigError (port taken, no tokenizer, no workers named) and ModelMismatchError (workers that do not fit).
     """
     check_config(config)
-    hide_torch()
     async with lifecycle(config.server) as life:
-        app = App(config, create_server(config.server, [SERVICE_NAME]))
+        server = create_server(config.server, [SERVICE_NAME])  # first: a port in use is told at once
+        hide_torch()
+        app = App(config, server)
         try:
             async with app.running():
                 if not await life.unless_stopped(app.wait_ready()):

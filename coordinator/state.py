@@ -14,7 +14,7 @@ this and changes no state: a request without one costs speed and nothing else.
 
 from __future__ import annotations
 
-import enum
+import logging
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -37,6 +37,7 @@ from coordinator.events import (
     Unplaced,
     told,
 )
+from coordinator.phases import TRANSITIONS, Phase
 from coordinator.transcript import Transcript
 from specpipe.errors import (
     ERROR_BY_CODE,
@@ -60,40 +61,12 @@ from specpipe.types import (
     SessionMessage,
 )
 
+logger = logging.getLogger(__name__)
+
 MAX_STORY = 40  # entries kept for the report of an InvariantError
 MAX_TARGET_MOVES = 8  # target sessions lost before the request is given up
 DRAFT_RETRY_MS = 250.0  # first wait before asking for a draft worker again; doubles when a session there fails
 MAX_DRAFT_RETRY_MS = 30_000.0
-
-
-class Phase(enum.Enum):
-    QUEUED = "queued"
-    OPENING = "opening"
-    STREAMING = "streaming"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_over(self) -> bool:
-        return self in (Phase.FINISHED, Phase.FAILED, Phase.CANCELLED)
-
-
-TRANSITIONS = frozenset(
-    {
-        (Phase.QUEUED, Phase.OPENING),
-        (Phase.QUEUED, Phase.FAILED),
-        (Phase.QUEUED, Phase.CANCELLED),
-        (Phase.OPENING, Phase.STREAMING),
-        (Phase.OPENING, Phase.FINISHED),
-        (Phase.OPENING, Phase.FAILED),
-        (Phase.OPENING, Phase.CANCELLED),
-        (Phase.STREAMING, Phase.OPENING),
-        (Phase.STREAMING, Phase.FINISHED),
-        (Phase.STREAMING, Phase.FAILED),
-        (Phase.STREAMING, Phase.CANCELLED),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +121,9 @@ class RequestMachine:
             self._apply(event)
         except InvariantError as error:
             self._end(Phase.FAILED, InvariantError(f"request {self.request.request_id}: {error}", self.story))
+        except Exception:  # a fault of ours: it ends this request and no other
+            logger.exception("request %s broke: %s", self.request.request_id, " > ".join(self.story))
+            self._end(Phase.FAILED, InvariantError(f"request {self.request.request_id}: see the coordinator's log"))
         return self._out
 
     def check(self) -> None:

@@ -115,6 +115,7 @@ def _check_prompt(question: Question, facts: ServiceFacts) -> None:
     if isinstance(prompt, str):
         _check_bytes(len(prompt.encode()), facts)
     elif isinstance(prompt[0], int):
+        check_prompt_length(len(prompt), facts)
         _check_ids("prompt_token_ids", [token for token in prompt if isinstance(token, int)], facts.model.vocab_size)
 
 

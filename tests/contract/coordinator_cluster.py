@@ -36,9 +36,9 @@ FINGERPRINT = read_vocabulary(DEMO).fingerprint
 
 FAST = DriverSettings(
     tick_s=0.01,
-    max_draft_silence_s=0.5,
-    max_target_silence_s=1.0,
-    suspect_after_s=0.3,
+    max_draft_silence_s=1.0,
+    max_target_silence_s=2.0,
+    suspect_after_s=0.6,
     max_target_wait_s=1.5,
 )
 

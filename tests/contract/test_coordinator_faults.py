@@ -17,7 +17,7 @@ from specpipe.errors import ModelMismatchError, WorkerUnavailableError
 from specpipe.types import Extension, Mode, Origin
 
 DRAFT = Kind.DRAFT
-LONG = {"max_tokens": 120, "ignore_eos": True, "seed": 3}
+LONG = {"max_tokens": 60, "ignore_eos": True, "seed": 3}
 
 
 def ask(**options: Any) -> GenerateRequest:

@@ -27,7 +27,8 @@ from coordinator.events import (
     Tick,
     Unplaced,
 )
-from coordinator.state import MAX_TARGET_MOVES, Phase, RequestMachine
+from coordinator.phases import Phase
+from coordinator.state import MAX_TARGET_MOVES, RequestMachine
 from specpipe.errors import (
     CapacityError,
     DeadlineExceededError,

@@ -1,0 +1,177 @@
+"""The coordinator as a process of its own: no torch in it, clear refusals at start, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_cluster import DEMO, Worker, draft_model, target_model
+from waiting import wait_until
+
+from specpipe.client import Answer, ChatMessage, GenerateClient, GenerateRequest
+from specpipe.errors import WorkerUnavailableError
+from specpipe.types import Mode
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import logging, sys
+from coordinator.service import serve
+from specpipe.config import CoordinatorConfig, ServerConfig
+from specpipe.process import run_process
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+server = ServerConfig(port=int(sys.argv[3]), grace_s=float(sys.argv[4]))
+config = CoordinatorConfig(targets=(sys.argv[1],), drafts=(sys.argv[2],), tokenizer=sys.argv[5], server=server)
+sys.exit(run_process(lambda: serve(config), config.server))
+"""
+
+
+class Process:
+    """A coordinator over workers that live in the test."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process = process
+        self.address = f"127.0.0.1:{port}"
+        self.log = ""
+        self._reading = asyncio.ensure_future(self._read())
+
+    @property
+    def is_ready(self) -> bool:
+        return "is serving" in self.log
+
+    async def end(self) -> int:
+        code = await asyncio.wait_for(self.process.wait(), 20)
+        await self._reading
+        return code
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.log += line.decode()
+
+
+@asynccontextmanager
+async def coordinator(
+    target: Worker, draft: Worker, *, port: int | None = None, grace_s: float = 10.0, tokenizer: Path = DEMO
+) -> AsyncIterator[Process]:
+    await target.start()
+    await draft.start()
+    port = port or free_port()
+    arguments = (target.address, draft.address, str(port), str(grace_s), str(tokenizer))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        RUN,
+        *arguments,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    running = Process(process, port)
+    try:
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await running.end()
+        await draft.stop()
+        await target.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])
+
+
+def workers(**draft: Any) -> tuple[Worker, Worker]:
+    return Worker("target", target_model()), Worker("draft", draft_model(**draft))
+
+
+async def test_a_running_coordinator_has_no_torch() -> None:
+    async with coordinator(*workers()) as running:
+        await wait_until(lambda: running.is_ready, timeout_s=60)
+        async with GenerateClient(running.address) as client:
+            for prompt in ("def add(left, right):", (ChatMessage(role="user", content="Hello"),)):
+                answer = await client.answer(
+                    GenerateRequest(prompt=prompt, max_tokens=8, mode=Mode.SYNC, stop=("never",)), timeout_s=30
+                )
+                assert answer.finished is not None
+        mapped = await asyncio.to_thread(Path(f"/proc/{running.process.pid}/maps").read_text)
+        assert "tokenizers" in mapped
+        assert "torch" not in mapped
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.end() == 0
+        assert "PyTorch" not in running.log
+        assert "Traceback" not in running.log
+
+
+async def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
+    target, draft = workers()
+    async with coordinator(target, draft) as running:
+        await wait_until(lambda: running.is_ready, timeout_s=60)
+        async with GenerateClient(running.address) as client:
+            target.gate.clear()
+            events = client.generate(GenerateRequest(prompt=(5, 6), max_tokens=40, ignore_eos=True), timeout_s=30)
+            first = asyncio.ensure_future(anext(events))
+            await wait_until(lambda: (target.thread.num_pending(1) == 0 and target.num_sessions == 1) or first.done())
+            running.process.send_signal(signal.SIGTERM)
+            await wait_until(lambda: "not serving" in running.log)
+            with pytest.raises(WorkerUnavailableError, match="stopping"):
+                await client.answer(GenerateRequest(prompt=(5, 6)), timeout_s=10)
+            target.gate.set()
+            answer = Answer()
+            answer.add(await first)
+            async for event in events:
+                answer.add(event)
+            assert len(answer.token_ids) == 40
+            assert answer.finished is not None
+        assert await running.end() == 0
+
+
+async def test_an_answer_longer_than_the_grace_ends_with_an_error_and_exit_code_zero() -> None:
+    target, draft = workers()
+    async with coordinator(target, draft, grace_s=0.3) as running:
+        await wait_until(lambda: running.is_ready, timeout_s=60)
+        async with GenerateClient(running.address) as client:
+            target.gate.clear()
+            answering = asyncio.ensure_future(client.answer(GenerateRequest(prompt=(5, 6)), timeout_s=30))
+            await wait_until(lambda: target.thread.heartbeat().num_sessions == 1 or "request" in running.log)
+            await asyncio.sleep(0)
+            running.process.send_signal(signal.SIGTERM)
+            with pytest.raises(WorkerUnavailableError):
+                await answering
+        assert await running.end() == 0
+        target.gate.set()
+
+
+async def test_a_port_in_use_is_named_and_exits_2() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = int(taken.getsockname()[1])
+        async with coordinator(*workers(), port=port) as running:
+            assert await running.end() == 2
+            assert f"port {port}" in running.log
+            assert "Traceback" not in running.log
+
+
+async def test_a_draft_with_another_tokenizer_ends_the_start_in_one_sentence() -> None:
+    async with coordinator(*workers(tokenizer_fingerprint="other")) as running:
+        assert await running.end() == 1
+        assert "stand for other tokens" in running.log
+        assert "Traceback" not in running.log
+
+
+async def test_a_missing_tokenizer_ends_the_start_in_one_sentence(tmp_path: Path) -> None:
+    async with coordinator(*workers(), tokenizer=tmp_path) as running:
+        assert await running.end() == 2
+        assert "no tokenizer could be loaded" in running.log
+        assert "Traceback" not in running.log

@@ -1,0 +1,103 @@
+"""Placement by load, back-off, and which workers fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from coordinator.events import Kind
+from coordinator.pools import CLOSING_MS, Backoff, Connection, Pool, check_draft, check_target
+from specpipe.errors import ModelMismatchError
+from specpipe.types import Heartbeat, Hello, ModelInfo, SessionMessage
+
+MODEL = ModelInfo(
+    name="m", fingerprint="f", tokenizer_fingerprint="t", vocab_size=100, max_context=50, eos_token_ids=(1,)
+)
+
+
+@dataclass
+class FakeLink:
+    hello: Hello
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+    def send(self, message: SessionMessage) -> None: ...
+
+
+def connection(number: int, sessions: int = 0, max_sessions: int = 4, **changes: Any) -> Connection:
+    hello = Hello(protocol_version=1, incarnation=number, model=MODEL, max_sessions=max_sessions)
+    made = Connection(number, Kind.TARGET, f"host:{number}", FakeLink(hello), set(range(sessions)))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def placed(*connections: Connection) -> int | None:
+    pool = Pool(Kind.TARGET)
+    for made in connections:
+        pool.add(made)
+    best = pool.place(1000.0)
+    return None if best is None else best.number
+
+
+def test_the_least_loaded_worker_with_room_takes_the_session() -> None:
+    assert placed() is None
+    assert placed(connection(1, 2), connection(2, 1), connection(3, 3)) == 2
+    assert placed(connection(1, 1), connection(2, 1)) == 1
+    assert placed(connection(1, 4), connection(2, 4)) is None
+    assert placed(connection(1, 4), connection(2, 9, max_sessions=0)) == 2
+    assert placed(connection(1, 0, is_suspect=True), connection(2, 3)) == 2
+    assert placed(connection(1, 0, avoided_until_ms=1001.0), connection(2, 3)) == 2
+    assert placed(connection(1, 0, avoided_until_ms=1000.0), connection(2, 3)) == 1
+
+
+def test_a_pool_is_ready_while_a_worker_may_be_given_sessions_sooner_or_later() -> None:
+    pool = Pool(Kind.DRAFT)
+    assert not pool.is_ready
+    full = connection(1, 4)
+    pool.add(full)
+    assert pool.is_ready
+    full.is_suspect = True
+    assert not pool.is_ready
+    pool.remove(full)
+    assert not len(pool)
+
+
+def test_back_off_doubles_up_to_thirty_seconds() -> None:
+    backoff = Backoff()
+    assert [backoff.next_s() for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    backoff.reset()
+    assert backoff.next_s() == 1
+
+
+def test_sessions_whose_closed_never_comes_are_overdue() -> None:
+    made = connection(1, 2)
+    made.close(0, 100.0)
+    assert made.overdue(100.0 + CLOSING_MS) == []
+    assert made.overdue(101.0 + CLOSING_MS) == [0]
+    made.forget(0)
+    assert made.sessions == {1}
+    assert made.overdue(1e9) == []
+
+
+def test_targets_must_be_interchangeable() -> None:
+    check_target(MODEL, MODEL, "a")
+    with pytest.raises(ModelMismatchError, match="worker a serves another model or dtype: fingerprint g"):
+        check_target(replace(MODEL, fingerprint="g"), MODEL, "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer_fingerprint": "u"}, "some of its 100 ids stand for other tokens"),
+        ({"tokenizer_fingerprint": "u", "vocab_size": 120}, "it has 120 tokens where the target has 100"),
+    ],
+)
+def test_a_draft_with_other_tokens_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelMismatchError, match=message):
+        check_draft(replace(MODEL, **changes), MODEL, "a")
+
+
+def test_a_draft_may_be_another_model_with_another_context_and_other_ends() -> None:
+    check_draft(replace(MODEL, fingerprint="g", max_context=9, eos_token_ids=(5,)), MODEL, "a")

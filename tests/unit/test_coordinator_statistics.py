@@ -1,0 +1,133 @@
+"""Numbers by hand; what lies beyond a stop string costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.statistics import RequestStatistics, cut_commit
+from specpipe.types import Commit, Extension, Mode, Origin, RoundStats, SpeculationParams
+
+ORIGINS = {"A": Origin.ACCEPTED, "R": Origin.RECOVERED, "B": Origin.BONUS, "P": Origin.PLAIN}
+
+
+def commit(origins: str, *, steps: tuple[int, ...] = (), **stats: Any) -> Commit:
+    return Commit(
+        session=1,
+        round=1,
+        base=5,
+        tokens=tuple(range(len(origins))),
+        origins=tuple(ORIGINS[letter] for letter in origins),
+        verified_draft_steps=steps,
+        stats=RoundStats(**stats),
+    )
+
+
+def extension(step: int, step_ms: float = 4.0, share_ms: float = 2.0) -> Extension:
+    return Extension(
+        session=1,
+        base=5,
+        parents=(0,),
+        tokens=(1,),
+        confidences=(0.5,),
+        draft_step=step,
+        draft_step_ms=step_ms,
+        draft_share_ms=share_ms,
+    )
+
+
+def test_sums_become_the_report() -> None:
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    for step in (1, 2, 2, 3):
+        statistics.add_extension(extension(step))
+    statistics.add_commit(commit("P", num_rounds=1, num_steps=2, step_ms=20.0))
+    first = {
+        "num_rounds": 1,
+        "num_drafted": 5,
+        "num_verified": 4,
+        "num_judged": 3,
+        "num_first_ranked": 2,
+        "num_hits": 1,
+    }
+    statistics.add_commit(commit("AAR", steps=(1, 2), **first, num_steps=1, step_ms=10.0, gap_ms=3.0, num_gaps=2))
+    statistics.add_commit(commit("P", num_rounds=1, num_misses=1, exposed_ms=1.5, num_steps=1, step_ms=10.0))
+    report = statistics.report()
+    assert (report.rounds, report.drafted_tokens, report.verified_tokens, report.accepted_tokens) == (3, 5, 4, 2)
+    assert report.mean_acceptance_length == pytest.approx(5 / 3)
+    assert report.acceptance_rate == pytest.approx(2 / 3)
+    assert report.hit_rate == 0.5
+    assert (report.draft_ms, report.exposed_draft_ms, report.hidden_draft_ms) == (6.0, 1.5, 4.5)
+    assert report.wasted_draft_ms == 2.0, "step 3 made no verified node"
+    assert (report.target_step_ms, report.draft_step_ms, report.step_gap_ms) == (10.0, 4.0, 1.5)
+
+
+def test_nothing_is_null_that_has_a_value_and_nothing_zero_that_has_none() -> None:
+    report = RequestStatistics(SpeculationParams(drafter="model")).report()
+    assert report.rounds == report.draft_ms == 0
+    nulls = (report.mean_acceptance_length, report.acceptance_rate, report.hit_rate)
+    assert (*nulls, report.target_step_ms, report.draft_step_ms, report.step_gap_ms) == (None,) * 6
+
+
+@pytest.mark.parametrize(
+    "speculation", [SpeculationParams(mode=Mode.OFF, drafter="none"), SpeculationParams(drafter="none")]
+)
+def test_rates_are_null_without_drafts(speculation: SpeculationParams) -> None:
+    statistics = RequestStatistics(speculation)
+    statistics.add_commit(commit("P", num_rounds=1, num_misses=1))
+    report = statistics.report()
+    assert (report.acceptance_rate, report.hit_rate, report.mean_acceptance_length) == (None, None, 1.0)
+
+
+def test_another_draft_worker_counts_its_steps_from_anew() -> None:
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    statistics.add_extension(extension(1))
+    statistics.draft_moved()
+    statistics.add_extension(extension(1, share_ms=3.0))
+    statistics.add_commit(commit("AB", steps=(1,), num_rounds=1))
+    report = statistics.report()
+    assert (report.draft_ms, report.wasted_draft_ms) == (5.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("origins", "kept", "rounds", "judged", "verified"),
+    [
+        ("AAAB", 4, 1, 4, 6),  # nothing cut
+        ("AAAB", 2, 1, 3, 6),  # one accepted token beyond the cut was judged
+        ("AAAR", 2, 1, 2, 6),  # so was the recovered one
+        ("AAR", 3, 1, 4, 6),
+        ("ABAB", 2, 1, 2, 3),  # a round beyond the cut takes its half along
+        ("PPPP", 1, 1, 1, 2),
+    ],
+)
+def test_what_lies_beyond_the_cut_is_dropped(origins: str, kept: int, rounds: int, judged: int, verified: int) -> None:
+    num_rounds = sum(letter != "A" for letter in origins)
+    whole = commit(
+        origins,
+        num_rounds=num_rounds,
+        num_judged=4,
+        num_first_ranked=4,
+        num_verified=6,
+        num_accepted=origins.count("A"),
+    )
+    cut = cut_commit(whole, kept)
+    assert cut.tokens == whole.tokens[:kept]
+    assert cut.origins == whole.origins[:kept]
+    assert cut.stats.num_rounds == rounds
+    assert cut.stats.num_judged == judged
+    assert cut.stats.num_first_ranked <= judged
+    assert abs(cut.stats.num_verified - verified) <= 1
+    assert cut.stats.num_accepted == origins[:kept].count("A")
+
+
+@given(st.text("ARBP", min_size=1, max_size=20), st.integers(1, 20))
+def test_a_cut_never_makes_sums_contradict(origins: str, kept: int) -> None:
+    num_rounds = sum(letter != "A" for letter in origins) + (origins[-1] == "A")
+    num_judged = sum(letter in "AR" for letter in origins)
+    whole = commit(origins, num_rounds=num_rounds, num_judged=num_judged, num_first_ranked=origins.count("A"))
+    cut = cut_commit(whole, kept)
+    assert 1 <= cut.stats.num_rounds <= num_rounds
+    assert cut.stats.num_rounds <= len(cut.tokens)
+    assert 0 <= cut.stats.num_first_ranked <= cut.stats.num_judged <= num_judged
