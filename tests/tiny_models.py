@@ -1,8 +1,8 @@
 """Small random models with a real tokenizer, made where they are needed: nothing is downloaded, nothing is checked in.
 
 The target is an eight-layer Llama; the draft is its first layer alone, faster by so much, and the other layers change
-little, so that some of its guesses are right. Weights are drawn wide, so that logits are far apart and two ways of adding
-them up rarely disagree about the largest.
+little, so that some of its guesses are right. Weights are drawn wide, so that logits are far apart and two ways of
+adding them up rarely disagree about the largest.
 """
 
 from __future__ import annotations

@@ -107,15 +107,15 @@ def service_config(
     flags: ServiceFlags, speculation: SpeculationFlags, requests: Iterable[GenerateRequest], log_level: str
 ) -> ServiceConfig:
     """The service that these requests need: without draft workers if none of them drafts. Raises ConfigError."""
-    target, draft = resolve_models(flags)
-    modes = {request.mode or Mode.PIPELINED for request in requests}
+    is_drafting = any(request.mode is not Mode.OFF for request in requests)
+    target, draft = resolve_models(flags, is_drafting=is_drafting)
     return ServiceConfig(
         target=target,
         draft=draft,
         tensor_parallel_size=given(flags.tensor_parallel_size, 1),
         draft_workers=given(flags.draft_workers, 1),
         target_workers=given(flags.target_workers, 1),
-        mode=Mode.OFF if modes == {Mode.OFF} else speculation.mode or Mode.PIPELINED,
+        mode=(speculation.mode or Mode.PIPELINED) if is_drafting else Mode.OFF,
         rule=speculation.rule or Rule.COUPLED,
         num_speculative_tokens=speculation.num_speculative_tokens,
         dtype=flags.dtype or "auto",

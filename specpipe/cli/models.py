@@ -8,7 +8,7 @@ from specpipe import demo
 from specpipe.cli.failure import EXIT_OK
 from specpipe.cli.flags import ServiceFlags
 from specpipe.engine.folder import check_folder
-from specpipe.engine.vocabulary import check_same_vocabulary
+from specpipe.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
 from specpipe.launcher.plan import NGRAM, NONE
 
 
@@ -18,19 +18,22 @@ def demo_models() -> int:
     return EXIT_OK
 
 
-def resolve_models(flags: ServiceFlags) -> tuple[str, str]:
+def resolve_models(flags: ServiceFlags, *, is_drafting: bool) -> tuple[str, str]:
     """Target and draft as flags say, else the demo pair's; both checked, and that they fit together.
 
     A target of one's own without --draft gets the demo draft if it has the demo tokenizer, else its own n-gram lookup.
-    Raises ConfigError, UnsupportedModelError or ModelMismatchError.
+    A draft model is looked at only if the service `is_drafting`. Raises ConfigError, UnsupportedModelError or
+    ModelMismatchError.
     """
     target = flags.target or str(demo.target_folder())
-    target_model = check_folder(target)
-    if flags.draft in (NGRAM, NONE):
-        return target, flags.draft
-    draft = flags.draft or str(demo.draft_folder())
-    draft_model = check_folder(draft)
-    if flags.draft is None and draft_model.vocabulary.fingerprint != target_model.vocabulary.fingerprint:
-        return target, NGRAM
-    check_same_vocabulary(target_model.vocabulary, draft_model.vocabulary)
+    vocabulary = check_folder(target).vocabulary
+    draft = flags.draft or default_draft(vocabulary)
+    if draft in (NGRAM, NONE) or not is_drafting:
+        return target, draft
+    check_same_vocabulary(vocabulary, check_folder(draft).vocabulary)
     return target, draft
+
+
+def default_draft(target: Vocabulary) -> str:
+    is_demo = target.fingerprint == read_vocabulary(demo.draft_folder()).fingerprint
+    return str(demo.draft_folder()) if is_demo else NGRAM

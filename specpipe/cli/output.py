@@ -11,17 +11,19 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
+from rich.color import ColorSystem
 from rich.console import Console
-from rich.text import Text
+from rich.style import Style
 
 from specpipe.cli.failure import say_error
 from specpipe.client import Answer, ChatMessage, Chunk, Event, Finished, GenerateRequest, Started
 from specpipe.errors import SpecpipeError
 from specpipe.types import Origin
 
-ACCEPTED_STYLE: Final = "green"  # drafted and accepted
-TARGET_STYLE: Final = "bold"  # the target's own
-NOTE_STYLE: Final = "dim"
+ACCEPTED_STYLE: Final = Style(color="green")  # drafted and accepted
+TARGET_STYLE: Final = Style(bold=True)  # the target's own
+NOTE_STYLE: Final = Style(dim=True)
+VISIBLE_CONTROLS: Final = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 
 
 class Output(Protocol):
@@ -50,14 +52,15 @@ class PlainOutput:
     """Text as it comes; tokens that were drafted and accepted in another colour than the target's own."""
 
     def __init__(self, num_prompts: int) -> None:
-        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        console = Console()
+        self._colors = None if console.no_color or not console.is_terminal else ColorSystem.STANDARD
         self._num_prompts = num_prompts
         self._num_shown = 0
 
     async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
         self._num_shown += 1
         if self._num_prompts > 1:
-            self._line(Text(f"[{self._num_shown}/{self._num_prompts}] {prompt_json(request)!r}", NOTE_STYLE))
+            self._write(f"[{self._num_shown}/{self._num_prompts}] {prompt_json(request)!r}\n", NOTE_STYLE)
         answer = Answer()
         try:
             async for event in events:
@@ -66,21 +69,23 @@ class PlainOutput:
                     self._piece(event)
             note = statistics_line(answer)
         except SpecpipeError as error:
-            if answer.text:
-                self._line(Text(""))
+            sys.stdout.write("\n" if answer.text else "")
             say_error(str(error))
             return False
-        self._line(Text(""))
-        self._line(Text(note, NOTE_STYLE))
+        sys.stdout.write("\n")
+        self._write(note + "\n", NOTE_STYLE)
         return True
 
     def _piece(self, chunk: Chunk) -> None:
         is_drafted = bool(chunk.origins) and chunk.origins[0] is Origin.ACCEPTED
-        self._console.print(Text(chunk.text, ACCEPTED_STYLE if is_drafted else TARGET_STYLE), end="")
-        self._console.file.flush()
+        self._write(chunk.text, ACCEPTED_STYLE if is_drafted else TARGET_STYLE)
 
-    def _line(self, text: Text) -> None:
-        self._console.print(text)
+    def _write(self, text: str, style: Style) -> None:
+        """As it is; only a terminal gets colours, and no control characters of a model's making."""
+        if self._colors is not None:
+            text = style.render(text.translate(VISIBLE_CONTROLS), color_system=self._colors)
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def answer_json(request: GenerateRequest, answer: Answer) -> dict[str, Any]:

@@ -51,14 +51,15 @@ def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFla
 
 def service_config(own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags) -> ServiceConfig:
     """Raises ConfigError for whatever can be seen to be wrong without loading a model."""
-    target, draft = resolve_models(service)
+    mode = speculation.mode or Mode.PIPELINED
+    target, draft = resolve_models(service, is_drafting=mode is not Mode.OFF)
     return ServiceConfig(
         target=target,
         draft=draft,
         tensor_parallel_size=given(service.tensor_parallel_size, 1),
         draft_workers=given(service.draft_workers, 1),
         target_workers=given(service.target_workers, 1),
-        mode=speculation.mode or Mode.PIPELINED,
+        mode=mode,
         rule=speculation.rule or Rule.COUPLED,
         num_speculative_tokens=speculation.num_speculative_tokens,
         dtype=service.dtype or "auto",

@@ -12,6 +12,14 @@ from tiny_models import TinyPair
 
 from specpipe.client import GenerateClient
 
+TIMEOUT_S = 300  # of a test, the start of a service included
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
 
 @pytest.fixture(scope="session")
 def oracle(tiny_pair: TinyPair) -> Oracle:

@@ -19,6 +19,7 @@ from specpipe.errors import DeadlineExceededError
 from specpipe.rpc.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from specpipe.types import Mode
 
+RESTART_TIMEOUT_S = 150.0  # a few seconds on a quiet machine
 LONG = GenerateRequest(prompt="def tokens(line):", temperature=0.7, seed=77, max_tokens=400, ignore_eos=True)
 
 
@@ -63,7 +64,7 @@ async def test_a_draft_worker_that_returns_is_used_again(service: RunningService
         assert len(answer.token_ids) == 24
         return answer.finished.speculation.accepted_tokens > 0
 
-    await wait_until(is_drafted, timeout_s=60)
+    await wait_until(is_drafted, timeout_s=RESTART_TIMEOUT_S)
 
 
 async def test_a_frozen_draft_worker_stops_no_answer(
@@ -131,4 +132,4 @@ async def test_a_target_worker_that_dies_fails_its_answers_and_is_started_again(
         answers = await asyncio.gather(client.answer(request, timeout_s=5), return_exceptions=True)
         return isinstance(answers[0], Answer)
 
-    await wait_until(is_back, timeout_s=60)
+    await wait_until(is_back, timeout_s=RESTART_TIMEOUT_S)
