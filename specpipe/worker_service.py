@@ -48,12 +48,18 @@ class WorkerService:
         self.hello = hello
         self.num_rejected = 0  # malformed messages, all streams
         self.num_links = 0
+        self._kind = kind
         self._wire = WIRES[kind]
         self._thread = thread
         self._timing = timing or Timing()
         self._stuck_step_s = stuck_step_s
         self._is_draining = False
         self._closing = asyncio.Event()
+
+    def limits(self, hello: Hello) -> codec.Limits:
+        """What a stream may name. A target's sessions fit its model; a draft worker takes texts that its own model
+        cannot follow (longer, or with other ids) and says that it is exhausted, so that only speed is lost."""
+        return codec.Limits.of(hello.model) if self._kind == "target" else codec.Limits()
 
     @property
     def service_name(self) -> str:
@@ -137,7 +143,7 @@ class _StreamOfCoordinator:
             on_batch=self._receive,
             on_silence=self._pause,
         )
-        self._stream = WorkerStream(ends, limits=codec.Limits.of(hello.model), timing=service._timing)
+        self._stream = WorkerStream(ends, limits=service.limits(hello), timing=service._timing)
         self._link, self._outbox = self._thread.attach(self._stream.wake)
 
     async def run(self) -> None:

@@ -193,6 +193,9 @@ def _nth_largest(scores: Logits, count: int) -> np.float32:
 
 def _best(ids: Ids, scores: Logits, count: int) -> tuple[Ids, Logits]:
     """The `count` of largest score, falling, equal ones by rising id; without those that are -inf."""
+    if len(ids) > 8 * count:
+        is_best = scores >= _nth_largest(scores, count)
+        ids, scores = ids[is_best], scores[is_best]
     order = np.lexsort((ids, -scores))[:count]
     order = order[scores[order] > -np.inf]
     return ids[order], scores[order]

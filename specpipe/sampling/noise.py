@@ -32,6 +32,7 @@ _TOKEN_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _LARGEST_U = 1.0 - 2.0**-53
 _BLOCK = 32768  # tokens hashed at once: the working set stays in the core's cache
 _NUM_LOUD = 512  # tokens of a position whose noise is kept at hand
+_SMALL_VOCAB = 8192  # up to here all noise of a position is computed once and kept: cheaper than searching it again
 _MASK = (1 << 64) - 1
 
 
@@ -86,7 +87,7 @@ class PositionNoise:
         return self._loud
 
     def _find_loud(self) -> Loud:
-        if self.vocab_size <= _NUM_LOUD:
+        if self.vocab_size <= _SMALL_VOCAB:
             ids = np.arange(self.vocab_size)
             return Loud(ids, self.of(ids), np.float32(-np.inf))
         limit, bound = loud_limit(self.vocab_size)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from fake_step_loop import (
@@ -23,7 +24,7 @@ from specpipe import codec
 from specpipe.errors import ErrorCode, WorkerUnavailableError
 from specpipe.link import MAX_PENDING_EXTENSIONS, Outbox
 from specpipe.rpc.v1 import worker_pb2
-from specpipe.types import Batch, Close, Closed, Extension, Heartbeat
+from specpipe.types import Batch, Close, Closed, Commit, Extension, Heartbeat, Origin
 from specpipe.worker_stream import END, WIRES, Ends, Timing, WorkerStream
 
 # Silence. One tick is one second.
@@ -129,10 +130,21 @@ async def test_a_malformed_message_ends_its_running_session_on_the_worker():
         link.send(an_open(1))
         link.send(an_open(2))
         await until(lambda: len(reader.all("commits")) == 2)
-        link.send(a_commit(1, 2, (MODEL.vocab_size,)))
+        link.send(replace(a_commit(1, 2, (3, 4)), origins=(Origin.PLAIN,)))
         await until(lambda: reader.all("closed"))
         assert [failed.session for failed in reader.all("failures")] == [1]
         assert list(worker.loop.sessions) == [(1, 2)]
+
+
+async def test_texts_that_a_draft_model_cannot_follow_are_no_malformed_messages():
+    """Beyond its context or vocabulary a draft worker stops drafting; the session lives on (cases.md, E2)."""
+    async with FakeWorker("draft") as worker, worker.connect() as link, Reader(link) as reader:
+        link.send(an_open(1, (1, MODEL.vocab_size)))
+        link.send(an_open(2, (1,) * (MODEL.max_context + 1)))
+        await until(lambda: len(worker.loop.sessions) == 2)
+        link.send(a_commit(1, 2, (MODEL.vocab_size,)))
+        await until(lambda: any(isinstance(message, Commit) for _, message in worker.loop.received))
+        assert not reader.all("failures")
 
 
 async def test_a_malformed_extension_is_dropped_and_counted():

@@ -14,7 +14,7 @@ from specpipe.types import SamplingParams
 
 Logits = npt.NDArray[np.float32]
 
-VOCABULARIES = [1, 2, 7, 64, 512, 513, 3000, 4096]
+VOCABULARIES = [1, 2, 7, 64, 513, 4096, 9000, 12000]  # above 8,192 most noise is never computed
 SHAPES = ["normal", "flat", "equal", "peaked", "coarse", "banned", "spike", "cliff", "huge"]
 
 
