@@ -121,7 +121,7 @@ class Session:
     @property
     def has_draft(self) -> bool:
         """Whether the round may begin: sync wants its whole chain, pipelined any node, unless no more will come."""
-        if self.max_depth == 0 or self.mode is Mode.OFF or self._ngram is not None:
+        if self.max_depth == 0 or self.mode is Mode.OFF or self.opened.speculation.drafter == "ngram":
             return True
         if self.mode is Mode.SYNC:
             return self.round == 0 or self._chain_depth() >= self.max_depth
@@ -132,25 +132,22 @@ class Session:
         if self.phase is Phase.FINISHED or self.mode is Mode.OFF:
             return
         try:
-            graft = self.tree.graft(extension, self.tokens)
+            outcome = self._graft(extension)
         except InvalidRequestError:
             self.stats += RoundStats(num_stale=1)
-            return
-        self.watch.on_extension(extension, graft.outcome)
-        self.stats += RoundStats(
-            num_drafted=len(graft.added),
-            num_late=int(graft.outcome is GraftOutcome.LATE),
-            num_stale=int(graft.outcome in (GraftOutcome.STALE, GraftOutcome.AHEAD)),
-        )
+        else:
+            self.watch.on_extension(extension, outcome)
 
     def draft_ngram(self) -> None:
-        """Let the session's own lookup propose, once a base."""
+        """Let the session's own lookup propose, once a base: always if it is the drafter, else on a miss."""
         if self._ngram is None or self._is_ngram_fresh or self.max_depth == 0:
+            return
+        if self.opened.speculation.drafter != "ngram" and self.tree.root.children:
             return
         self._is_ngram_fresh = True
         limit = self.max_depth if self.mode is Mode.SYNC else NGRAM_NODES
         parents, tokens, confidences = self._ngram.grow(limit)
-        self.graft(
+        self._graft(
             Extension(
                 session=self.session,
                 base=len(self.tokens),
@@ -220,8 +217,18 @@ class Session:
             finish_reason=self.finish_reason,
         )
 
+    def _graft(self, extension: Extension) -> GraftOutcome:
+        graft = self.tree.graft(extension, self.tokens)
+        self.stats += RoundStats(
+            num_drafted=len(graft.added),
+            num_late=int(graft.outcome is GraftOutcome.LATE),
+            num_stale=int(graft.outcome in (GraftOutcome.STALE, GraftOutcome.AHEAD)),
+        )
+        return graft.outcome
+
     def _open_ngram(self) -> NgramDrafter | None:
-        if self.mode is Mode.OFF or self.opened.speculation.drafter != "ngram":
+        is_fallback = self.mode is Mode.PIPELINED
+        if self.mode is Mode.OFF or not (self.opened.speculation.drafter == "ngram" or is_fallback):
             return None
         drafter = NgramDrafter()
         drafter.open(self.tokens)

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from specpipe.calibration import Calibrator
 
+from specpipe.calibration import Calibrator
 from specpipe.config import TargetWorkerConfig
 from specpipe.engine.interface import StepModel
 from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateRequestError, SpecpipeError
@@ -366,7 +366,7 @@ class TargetLoop:
             )
 
     def _fail(self, session: Session, error: SpecpipeError, *, is_poisoned: bool = False) -> None:
-        logger.warning("session %d failed: %s", session.session, error)
+        logger.info("session %d failed: %s", session.session, error)
         self._forget(session, is_poisoned=is_poisoned)
         self._send(session.link, _failed(session.session, error))
         self._send(session.link, Closed(session=session.session, length=len(session.tokens)))

@@ -392,6 +392,17 @@ def test_ngram_drafts_from_the_text_itself() -> None:
     assert answer.stats.exposed_ms == 0.0
 
 
+def test_on_a_miss_the_text_itself_is_looked_up() -> None:
+    table = TableModel(vocab_size=8, num_slots=512, seed=5, order=2)
+    opened = create_open(1, [1, 2, 3, 4] * 4, max_tokens=100, drafter="model")
+    sim = Simulator(table)  # its draft worker is dead
+    answer = sim.open(opened)
+    sim.run()
+    assert answer.new_tokens == plain_run(table, opened)[0]
+    assert answer.stats.num_accepted > 30
+    assert answer.stats.exposed_ms == 0.0
+
+
 def test_drafter_none_ignores_extensions(table: TableModel) -> None:
     sim = Simulator(table, drafter=self_drafter(table, 4))
     answer = sim.open(create_open(1, max_tokens=20, drafter="none"))
