@@ -71,6 +71,7 @@ class Chunk:
     text: str  # certain text only; empty while it is held back
     origins: tuple[Origin, ...]  # one per token id
     round: int  # the last round covered
+    text_lengths: tuple[int, ...]  # how many characters of `text` each token id made certain
 
     def merged_with(self, later: Chunk) -> Chunk:
         """One chunk that says what both say."""
@@ -79,6 +80,7 @@ class Chunk:
             text=self.text + later.text,
             origins=self.origins + later.origins,
             round=later.round,
+            text_lengths=self.text_lengths + later.text_lengths,
         )
 
 

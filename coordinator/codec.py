@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, Question, SpeculationReport, Started
-from specpipe.codec import FINISH_REASONS, MODES, ORIGINS, RULES
+from specpipe.codec_enums import FINISH_REASONS, MODES, ORIGINS, RULES
 from specpipe.rpc.v1 import generate_pb2
 
 
@@ -43,7 +43,11 @@ def event_to_pb(event: AnswerEvent) -> generate_pb2.GenerateResponse:
             return generate_pb2.GenerateResponse(started=started)
         case Chunk():
             chunk = generate_pb2.Chunk(
-                token_ids=event.token_ids, text=event.text, origins=map(ORIGINS.to_pb, event.origins), round=event.round
+                token_ids=event.token_ids,
+                text=event.text,
+                origins=map(ORIGINS.to_pb, event.origins),
+                round=event.round,
+                text_lengths=event.text_lengths,
             )
             return generate_pb2.GenerateResponse(chunk=chunk)
         case Finished():

@@ -268,9 +268,16 @@ class StopScanner:
 class AnswerPiece:
     """What some new tokens add to an answer."""
 
-    text: str
-    num_tokens: int  # how many of the tokens belong to the answer
+    texts: tuple[str, ...]  # what each token that belongs to the answer made certain
     is_stopped: bool  # the last of them completed a stop string
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.texts)
 
 
 class AnswerText:
@@ -282,13 +289,13 @@ class AnswerText:
 
     def push(self, token_ids: Sequence[int]) -> AnswerPiece:
         """Add tokens up to the one that completes a stop string."""
-        pieces: list[str] = []
-        for num_tokens, token_id in enumerate(token_ids, start=1):
+        texts: list[str] = []
+        for token_id in token_ids:
             text, is_stopped = self._push_one(token_id)
-            pieces.append(text)
+            texts.append(text)
             if is_stopped:
-                return AnswerPiece("".join(pieces), num_tokens, True)
-        return AnswerPiece("".join(pieces), len(token_ids), False)
+                return AnswerPiece(tuple(texts), True)
+        return AnswerPiece(tuple(texts), False)
 
     def finish(self) -> str:
         """The text held back, once no token follows. Not after a stop string."""

@@ -55,7 +55,7 @@ class Transcript:
         Returns it as far as it belongs to the answer (its finish_reason says whether it ends there) and the client's
         piece. Raises InvariantError if it is too long.
         """
-        commit, text = self._read(commit)
+        commit, texts = self._read(commit)
         if len(self.tokens) + len(commit.tokens) > self._request.stops.max_length:
             raise InvariantError("the target committed tokens beyond max_length")
         self.tokens += commit.tokens
@@ -63,7 +63,11 @@ class Transcript:
         self._rounds_here = max(self._rounds_here, commit.round)
         self.statistics.add_commit(commit)
         chunk = Chunk(
-            token_ids=commit.tokens, text=text, origins=commit.origins, round=self._rounds_before + self._rounds_here
+            token_ids=commit.tokens,
+            text="".join(texts),
+            origins=commit.origins,
+            round=self._rounds_before + self._rounds_here,
+            text_lengths=tuple(len(text) for text in texts),
         )
         return commit, chunk
 
@@ -84,11 +88,14 @@ class Transcript:
             speculation=self.statistics.report(),
         )
 
-    def _read(self, commit: Commit) -> tuple[Commit, str]:
-        """The commit up to where the answer ends, and the text it makes certain."""
+    def _read(self, commit: Commit) -> tuple[Commit, list[str]]:
+        """The commit up to where the answer ends, and the text that each of its tokens makes certain."""
         is_stop_token = commit.finish_reason is FinishReason.STOP  # the last token is one: it has no text
         piece = self._answer.push(commit.tokens[:-1] if is_stop_token else commit.tokens)
         if piece.is_stopped:
-            return replace(cut_commit(commit, piece.num_tokens), finish_reason=FinishReason.STOP), piece.text
-        rest = self._answer.finish() if commit.finish_reason is not None else ""
-        return commit, piece.text + rest
+            cut = replace(cut_commit(commit, piece.num_tokens), finish_reason=FinishReason.STOP)
+            return cut, list(piece.texts)
+        texts = [*piece.texts, ""] if is_stop_token else list(piece.texts)
+        if commit.finish_reason is not None:
+            texts[-1] += self._answer.finish()  # what was held back
+        return commit, texts

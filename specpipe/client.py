@@ -92,6 +92,14 @@ class Chunk:
     text: str  # what the answer's text grew by; held back while it might be part of a stop string or a character
     origins: tuple[Origin, ...]  # one per token id
     round: int
+    text_lengths: tuple[int, ...] = ()  # how many characters of `text` each token id made certain
+
+    def pieces(self) -> Iterator[tuple[str, Origin]]:
+        """The text, cut by the token that made it certain."""
+        start = 0
+        for length, origin in zip(self.text_lengths, self.origins, strict=True):
+            yield self.text[start : start + length], origin
+            start += length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +295,7 @@ def _chunk_from_pb(chunk_pb: generate_pb2.Chunk) -> Chunk:
         text=chunk_pb.text,
         origins=tuple(Origin[common_pb2.Origin.Name(o).removeprefix("ORIGIN_")] for o in chunk_pb.origins),
         round=chunk_pb.round,
+        text_lengths=tuple(chunk_pb.text_lengths),
     )
 
 

@@ -66,7 +66,7 @@ class PlainOutput:
             async for event in events:
                 answer.add(event)
                 if isinstance(event, Chunk):
-                    self._piece(event)
+                    self._write_chunk(event)
             note = statistics_line(answer)
         except SpecpipeError as error:
             sys.stdout.write("\n" if answer.text else "")
@@ -76,9 +76,9 @@ class PlainOutput:
         self._write(note + "\n", NOTE_STYLE)
         return True
 
-    def _piece(self, chunk: Chunk) -> None:
-        is_drafted = bool(chunk.origins) and chunk.origins[0] is Origin.ACCEPTED
-        self._write(chunk.text, ACCEPTED_STYLE if is_drafted else TARGET_STYLE)
+    def _write_chunk(self, chunk: Chunk) -> None:
+        for text, origin in chunk.pieces():
+            self._write(text, ACCEPTED_STYLE if origin is Origin.ACCEPTED else TARGET_STYLE)
 
     def _write(self, text: str, style: Style) -> None:
         """As it is; only a terminal gets colours, and no control characters of a model's making."""

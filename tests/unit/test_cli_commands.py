@@ -39,8 +39,8 @@ STATS = SpeculationStats(
 )
 EVENTS: tuple[Event, ...] = (
     Started(request_id="r", model="m", prompt_tokens=2, seed=7),
-    Chunk(token_ids=(5, 6), text="[b]one", origins=(Origin.ACCEPTED, Origin.BONUS), round=1),
-    Chunk(token_ids=(7,), text=" two", origins=(Origin.PLAIN,), round=2),
+    Chunk(token_ids=(5, 6), text="[b]one", origins=(Origin.ACCEPTED, Origin.BONUS), round=1, text_lengths=(4, 2)),
+    Chunk(token_ids=(7,), text=" two", origins=(Origin.PLAIN,), round=2, text_lengths=(4,)),
     Finished(
         finish_reason=FinishReason.STOP,
         prompt_tokens=2,
@@ -204,3 +204,14 @@ async def test_plain_output_is_the_text_as_it_is_and_one_line_of_statistics(
     assert text == "[b]one two"
     for part in ("3 tokens in 0.02 s (stop)", "200.0 tokens/s", "pipelined", "1.50 tokens a round", "seed 7"):
         assert part in statistics
+
+
+async def test_a_terminal_shows_drafted_tokens_in_another_colour_than_the_targets_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(*EVENTS))
+    shown = capsys.readouterr().out
+    assert shown.startswith("\x1b[32m[b]o\x1b[0m\x1b[1mne\x1b[0m\x1b[1m two\x1b[0m\n")

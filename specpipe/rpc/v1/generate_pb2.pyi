@@ -295,12 +295,17 @@ class Chunk(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
+    TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     round: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def origins(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.Origin.ValueType]: ...
+    @_builtins.property
+    def text_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many code points of `text` each token made certain; 0 for a token whose text is still held back."""
+
     def __init__(
         self,
         *,
@@ -308,10 +313,11 @@ class Chunk(_message.Message):
         text: _builtins.str = ...,
         origins: _abc.Iterable[_common_pb2.Origin.ValueType] | None = ...,
         round: _builtins.int = ...,
+        text_lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["origins", b"origins", "round", b"round", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["origins", b"origins", "round", b"round", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
