@@ -322,7 +322,10 @@ async def test_the_deadline_ends_a_long_request_on_time_everywhere(service: Clus
     await wait_until(lambda: service.is_idle)
 
 
-async def test_every_hop_is_told_the_remaining_time(service: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("timeout_s", [2.5, 9.99, 20.0, 60.0, 99.95, 600.0, 5000.0])
+async def test_every_hop_is_told_the_remaining_time_and_never_more_than_the_client_gave(
+    service: Cluster, monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
     opens: list[Any] = []
     for worker in service.workers:
         loop = worker.thread._step_loop
@@ -333,10 +336,12 @@ async def test_every_hop_is_told_the_remaining_time(service: Cluster, monkeypatc
             receive(link, message)
 
         monkeypatch.setattr(loop, "receive", spy)
-    await answer(service, ask(max_tokens=3), timeout_s=20.0)
+    for _ in range(5):
+        await answer(service, ask(max_tokens=3), timeout_s=timeout_s)
     told = [ms for ms in opens if ms is not None]
-    assert len(told) == 2
-    assert all(10_000 < ms <= 20_000 for ms in told)
+    assert len(told) == 10
+    assert all(0 < ms <= 1000 * timeout_s for ms in told), told
+    assert max(told) > 1000 * timeout_s - 2000 - 20 * timeout_s, told
 
 
 # The queue
