@@ -33,9 +33,10 @@ class GGUFContent:
 
 
 def read_gguf(path: Path) -> GGUFContent:
-    """Raises ConfigError if the file is cut, is not GGUF, or the `gguf` package is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"{path}: GGUF files need the package gguf (pip install 'specpipe[gguf]')")
+    """Raises ConfigError if the file is cut, is not GGUF, or a package that GGUF needs is not installed."""
+    for package in ("gguf", "accelerate"):  # transformers loads GGUF with both
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{path}: GGUF files need the package {package} (pip install 'specpipe[gguf]')")
     reader = _open(path)
     architecture = str(_field(reader, "general.architecture") or "")
     tokens = _field(reader, "tokenizer.ggml.tokens")

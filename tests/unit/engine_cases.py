@@ -266,10 +266,14 @@ class Driver:
         session.tokens += self.random_tokens(1)
 
     def worst_error(self, stock: PreTrainedModel) -> float:
-        """Largest absolute difference of any row from a fresh forward of exactly its path."""
+        """Largest difference of any row from a fresh stock forward of its path, or of one that continues it."""
+        rows: dict[tuple[int, ...], np.ndarray] = {}
         worst = 0.0
-        for seen in self.seen:
-            with torch.no_grad():
-                want = stock(input_ids=torch.tensor([seen.path]), use_cache=False).logits[0, -1].numpy()
-            worst = max(worst, float(np.abs(seen.logits - want[: len(seen.logits)]).max()))
+        for seen in sorted(self.seen, key=lambda seen: -len(seen.path)):
+            if tuple(seen.path) not in rows:
+                with torch.inference_mode():
+                    logits = stock(input_ids=torch.tensor([seen.path]), use_cache=False).logits[0].numpy()
+                rows.update({tuple(seen.path[: end + 1]): row for end, row in enumerate(logits)})
+            want = rows[tuple(seen.path)][: len(seen.logits)]
+            worst = max(worst, float(np.abs(seen.logits - want).max()))
         return worst
