@@ -7,6 +7,7 @@ Must not know: workers, sessions, the wire.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -155,7 +156,8 @@ def _quiet_transformers() -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # GGUF conversion draws a bar of its own
+            yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if had_bars:

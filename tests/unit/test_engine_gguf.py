@@ -25,8 +25,6 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -36,23 +34,23 @@ NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
+    stem, _, kind = name.rpartition(".")
     if stem in NAMES:
-        return f"{NAMES[stem]}.weight"
+        return f"{NAMES[stem]}.{kind}"
     _, _, layer, *rest = stem.split(".")
-    return f"blk.{layer}.{NAMES['.'.join(rest)]}.weight"
+    return f"blk.{layer}.{NAMES['.'.join(rest)]}.{kind}"
 
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    return create_model("qwen3", tie_word_embeddings=False, head_dim=8)
+    return create_model("qwen2", tie_word_embeddings=False)
 
 
 @pytest.fixture
 def file(model: torch.nn.Module, tmp_path: Path) -> Path:
     """A float32 GGUF of the tiny model; the last two entries of its vocabulary are padding."""
     path = tmp_path / "tiny.gguf"
-    writer = gguf.GGUFWriter(path, "qwen3")
+    writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_context_length(128)
     writer.add_embedding_length(32)
     writer.add_block_count(3)
@@ -99,8 +97,11 @@ def test_two_gguf_files_need_a_choice(file: Path) -> None:
         check_folder(file.parent)
 
 
-def test_a_gguf_model_equals_the_one_it_was_made_from(file: Path, model: torch.nn.Module) -> None:
+def test_a_gguf_model_equals_the_one_it_was_made_from(
+    file: Path, model: torch.nn.Module, capfd: pytest.CaptureFixture[str]
+) -> None:
     runner = load_model(EngineConfig(model=str(file), num_slots=300))
+    assert capfd.readouterr() == ("", "")
     driver = Driver(runner)
     session = driver.open(20)
     session.tokens = [token % (VOCAB - 2) for token in session.tokens]
