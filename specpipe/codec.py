@@ -10,13 +10,14 @@ a message that is wrong becomes a Rejection, and the others are delivered.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from specpipe.errors import ErrorCode, InvalidRequestError
+from specpipe.codec_enums import ERROR_CODES, FINISH_REASONS, MODES, ORIGINS, RULES
+from specpipe.errors import InvalidRequestError
+from specpipe.extensions import MAX_EXTENSION_NODES, MAX_PROPOSAL_TOKENS, check_proposals
 from specpipe.rpc.v1 import common_pb2, worker_pb2
 from specpipe.types import (
     Batch,
@@ -25,30 +26,24 @@ from specpipe.types import (
     Commit,
     Extension,
     Failed,
-    FinishReason,
     Heartbeat,
     Hello,
-    Mode,
     ModelInfo,
     NeedTokens,
     Open,
-    Origin,
+    Proposal,
     RoundStats,
-    Rule,
     SamplingParams,
     SessionMessage,
     SpeculationParams,
     StopRules,
 )
 
-MAX_EXTENSION_NODES = 4096
-"""Nodes of one extension; trees hold a few hundred."""
 MAX_NAME_LENGTH = 1024
 """Characters of a request id, a drafter, an adapter, a trace context."""
 MAX_TEXT_LENGTH = 4096
 """Characters of an error message or a reason; longer ones are cut when sent."""
 
-_E = TypeVar("_E", bound=enum.Enum)
 _Message = TypeVar("_Message")
 
 
@@ -71,31 +66,6 @@ class Rejection:
     session: int
     kind: type[SessionMessage]
     error: InvalidRequestError
-
-
-class _EnumTable(Generic[_E]):
-    """One enum of types against one of the wire, by name: PREFIX_NAME."""
-
-    def __init__(self, kind: type[_E], wire: Any, prefix: str) -> None:
-        self._name = prefix.lower()
-        self._to_pb: dict[_E, int] = {member: wire.Value(f"{prefix}_{member.name}") for member in kind}
-        self._from_pb = {value: member for member, value in self._to_pb.items()}
-
-    def to_pb(self, member: _E) -> Any:
-        return self._to_pb[member]
-
-    def from_pb(self, value: int) -> _E:
-        try:
-            return self._from_pb[value]
-        except KeyError:
-            raise InvalidRequestError(f"{self._name} has no value {value}") from None
-
-
-MODES = _EnumTable(Mode, common_pb2.Mode, "MODE")
-RULES = _EnumTable(Rule, common_pb2.Rule, "RULE")
-FINISH_REASONS = _EnumTable(FinishReason, common_pb2.FinishReason, "FINISH_REASON")
-ORIGINS = _EnumTable(Origin, common_pb2.Origin, "ORIGIN")
-ERROR_CODES = _EnumTable(ErrorCode, common_pb2.ErrorCode, "ERROR_CODE")
 
 
 # Hello and heartbeat
@@ -278,11 +248,13 @@ def speculation_from_pb(speculation_pb: common_pb2.ResolvedSpeculation) -> Specu
 
 
 def extension_to_pb(extension: Extension) -> worker_pb2.Extension:
-    return worker_pb2.Extension(**_values(extension))
+    proposals = [worker_pb2.Proposal(**_values(proposal)) for proposal in extension.proposals]
+    return worker_pb2.Extension(**_values(extension) | {"proposals": proposals})
 
 
 def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Extension:
-    """Checked: same lengths, parents earlier than their node, ids in the vocabulary, confidences in [0, 1]."""
+    """Checked: same lengths, parents earlier than their node, ids in the vocabulary, confidences in [0, 1], proposals
+    that are distributions and whose sampled child is among the nodes."""
     num_nodes = len(extension_pb.tokens)
     if num_nodes > MAX_EXTENSION_NODES:
         raise InvalidRequestError(f"{num_nodes} nodes are more than {MAX_EXTENSION_NODES}")
@@ -297,7 +269,7 @@ def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Ext
             raise InvalidRequestError(f"a confidence is {confidence}")
     _check_length("drafter", extension_pb.drafter)
     _check_durations(extension_pb, ("draft_step_ms", "draft_share_ms"))
-    return Extension(
+    extension = Extension(
         session=extension_pb.session,
         base=extension_pb.base,
         parents=parents,
@@ -308,6 +280,20 @@ def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Ext
         draft_step=extension_pb.draft_step,
         draft_step_ms=extension_pb.draft_step_ms,
         draft_share_ms=extension_pb.draft_share_ms,
+        proposals=_proposals(extension_pb.proposals, num_nodes),
+    )
+    check_proposals(extension, limits.vocab_size)
+    return extension
+
+
+def _proposals(proposals_pb: Sequence[worker_pb2.Proposal], num_nodes: int) -> tuple[Proposal, ...]:
+    """Not yet checked but for their size."""
+    if len(proposals_pb) > num_nodes:
+        raise InvalidRequestError(f"{len(proposals_pb)} proposals for {num_nodes} nodes")
+    if any(max(len(pb.tokens), len(pb.probs)) > MAX_PROPOSAL_TOKENS for pb in proposals_pb):
+        raise InvalidRequestError(f"a proposal has more than {MAX_PROPOSAL_TOKENS} tokens")
+    return tuple(
+        Proposal(parent=p.parent, tokens=tuple(p.tokens), probs=tuple(p.probs), index=p.index) for p in proposals_pb
     )
 
 

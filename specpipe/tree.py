@@ -12,15 +12,12 @@ children are ranked by confidence, falling, then by token id.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from specpipe.errors import InvalidRequestError, InvariantError
+from specpipe.errors import InvariantError
+from specpipe.extensions import validate_extension
 from specpipe.types import Extension
-
-MAX_EXTENSION_NODES = 4096
-"""More nodes than this in one extension are refused unread: no honest drafter sends them."""
 
 Estimate = Callable[[int, int, float, str], float]
 """(rank, depth, confidence, drafter) -> probability that the node is the target's choice if its parent is committed."""
@@ -350,27 +347,6 @@ class DraftTree:
                 chosen[id(node)] = node
                 node = node.parent
         return sorted(chosen.values(), key=lambda node: (node.depth, node.rank))
-
-
-def validate_extension(extension: Extension, vocab_size: int | None = None) -> None:
-    """Raise InvalidRequestError unless the extension is a trie of `vocab_size` ids with finite confidences in 0..1."""
-    size = len(extension.tokens)
-    name = f"extension of session {extension.session}"
-    if not size == len(extension.parents) == len(extension.confidences):
-        raise InvalidRequestError(f"{name}: tokens, parents and confidences differ in number")
-    if size > MAX_EXTENSION_NODES:
-        raise InvalidRequestError(f"{name}: {size} nodes, at most {MAX_EXTENSION_NODES} are taken")
-    if extension.base < 1:
-        raise InvalidRequestError(f"{name}: base must be at least 1, got {extension.base}")
-    for i, parent in enumerate(extension.parents):
-        if not 0 <= parent <= i:
-            raise InvalidRequestError(f"{name}: node {i + 1} names parent {parent}, which is not an earlier one")
-    for token in extension.tokens:
-        if token < 0 or (vocab_size is not None and token >= vocab_size):
-            raise InvalidRequestError(f"{name}: token id {token} is outside the vocabulary of {vocab_size}")
-    for confidence in extension.confidences:
-        if not (math.isfinite(confidence) and 0.0 <= confidence <= 1.0):
-            raise InvalidRequestError(f"{name}: confidence must be in 0..1, got {confidence}")
 
 
 def _create_root() -> Node:

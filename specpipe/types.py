@@ -98,6 +98,24 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The distribution from which a node's one sampled child was drawn (rule rejection), and which child that is.
+
+    `parent` counts as in Extension.parents. The child is the node of the same extension below `parent` with the token
+    `tokens[index]`. `probs` are float32 values: those that it was drawn from, and those that it is tested against.
+    """
+
+    parent: int
+    tokens: tuple[int, ...]
+    probs: tuple[float, ...]
+    index: int
+
+    @property
+    def token(self) -> int:
+        return self.tokens[self.index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
     """Nodes for the target's copy of the draft tree: a small trie that stands alone (design 4.2).
 
@@ -116,6 +134,7 @@ class Extension:
     draft_step: int = 0  # number of the draft step that made the new nodes (its worker counts from 1)
     draft_step_ms: float = 0.0  # forward time of that step
     draft_share_ms: float = 0.0  # this session's share of it, by rows
+    proposals: tuple[Proposal, ...] = ()  # rule rejection: at most one a parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

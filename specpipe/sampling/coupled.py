@@ -59,7 +59,7 @@ class Chooser:
 
         Raises SamplingError if the row holds NaN or +inf, or allows nothing.
         """
-        logits = self._checked(logits)
+        logits = checked_row(logits, self._vocab_size)
         if self._temperature == 0.0:
             return int(np.argmax(logits))
         noise = self._noise(position)
@@ -78,7 +78,7 @@ class Chooser:
         are softmax(logits + temperature * g), over the vocabulary or what the cut leaves of it.
         Raises SamplingError like `choose`.
         """
-        logits = self._checked(logits)
+        logits = checked_row(logits, self._vocab_size)
         if self._temperature == 0.0:
             return self._rank_greedy(logits, count)
         noise = self._noise(position)
@@ -88,16 +88,6 @@ class Chooser:
             ids, scores, total = _rank_all(logits, self._temperature, noise, count)
         shares = np.minimum.accumulate(_exp(scores - scores[0]) / max(total, 1.0))
         return [(int(token), float(share)) for token, share in zip(ids, shares, strict=True)]
-
-    def _checked(self, logits: Logits) -> Logits:
-        if len(logits) < self._vocab_size:
-            raise SamplingError(f"a row of {len(logits)} logits for a vocabulary of {self._vocab_size}")
-        logits = logits[: self._vocab_size]
-        largest = logits.max()  # NaN if there is one
-        if np.isfinite(largest):
-            return logits
-        what = "NaN" if np.isnan(largest) else "+inf" if largest > 0 else "nothing that is allowed"
-        raise SamplingError(f"the logits hold {what}; no token can be chosen")
 
     def _noise(self, position: int) -> PositionNoise:
         noise = self._positions.get(position)
@@ -129,6 +119,18 @@ class Chooser:
             ids, scores = np.concatenate((ids, more)), np.concatenate((scores, more_scores))
             total += float(_exp(more_scores - scores[0]).sum())
         return ids, scores, total
+
+
+def checked_row(logits: Logits, vocab_size: int) -> Logits:
+    """The row without what is beyond the tokenizer. Raises SamplingError if nothing can be chosen from it."""
+    if len(logits) < vocab_size:
+        raise SamplingError(f"a row of {len(logits)} logits for a vocabulary of {vocab_size}")
+    logits = logits[:vocab_size]
+    largest = logits.max()  # NaN if there is one
+    if np.isfinite(largest):
+        return logits
+    what = "NaN" if np.isnan(largest) else "+inf" if largest > 0 else "nothing that is allowed"
+    raise SamplingError(f"the logits hold {what}; no token can be chosen")
 
 
 def _masked(logits: Logits, allowed: Ids) -> Logits:

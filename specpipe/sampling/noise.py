@@ -51,6 +51,12 @@ def position_key(seed: int, choice: int, position: int, purpose: Purpose = Purpo
     return int.from_bytes(hashlib.blake2b(text).digest()[:8], "little")
 
 
+def uniform(seed: int, choice: int, position: int, purpose: Purpose) -> float:
+    """One number in (0, 1) for a position and a purpose: (top 53 bits of the key + 0.5) / 2^53, at most 1 - 2^-53."""
+    key = position_key(seed, choice, position, purpose)
+    return min(((key >> 11) + 0.5) * 2.0**-53, _LARGEST_U)
+
+
 def gumbel(key: int, token_ids: npt.ArrayLike) -> Floats:
     """g of each token id. Returns float32 of the same shape."""
     ids = np.asarray(token_ids).astype(np.uint64)

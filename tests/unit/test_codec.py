@@ -26,6 +26,7 @@ from specpipe.types import (
     NeedTokens,
     Open,
     Origin,
+    Proposal,
     RoundStats,
     Rule,
     SamplingParams,
@@ -91,10 +92,11 @@ def opens(draw):
 @st.composite
 def extensions(draw):
     tokens = draw(token_ids)
+    parents = tuple(draw(st.integers(0, index)) for index in range(len(tokens)))
     return Extension(
         session=draw(u64),
         base=draw(u32),
-        parents=tuple(draw(st.integers(0, index)) for index in range(len(tokens))),
+        parents=parents,
         tokens=tokens,
         confidences=tuple(draw(float32s) for _ in tokens),
         is_exhausted=draw(st.booleans()),
@@ -102,7 +104,22 @@ def extensions(draw):
         draft_step=draw(u64),
         draft_step_ms=draw(durations),
         draft_share_ms=draw(durations),
+        proposals=draw(proposals(parents, tokens)),
     )
+
+
+@st.composite
+def proposals(draw, parents, tokens):
+    """Below some of the nodes' parents, each with one of its children as the sampled one."""
+    made = []
+    for parent in sorted({parent for parent in parents if draw(st.booleans())}):
+        child = next(token for p, token in zip(parents, tokens, strict=True) if p == parent)
+        others = draw(st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=5)) - {child}
+        share = float(np.float32(1 / (1 + len(others))))
+        made.append(
+            Proposal(parent=parent, tokens=(*others, child), probs=(share,) * (1 + len(others)), index=len(others))
+        )
+    return tuple(made)
 
 
 @st.composite
@@ -268,6 +285,12 @@ WRONG_OPENS = [
     ({"remaining_ms": math.nan}, "remaining_ms"),
     ({"request_id": "x" * 2000}, "request_id has 2000 characters"),
 ]
+
+
+def a_proposal_pb(**changes):
+    return worker_pb2.Proposal(**{"parent": 0, "tokens": [4, 5], "probs": [0.5, 0.5], "index": 0} | changes)
+
+
 WRONG_EXTENSIONS = [
     ({"parents": [0, 2]}, r"parents\[1\] is 2"),
     ({"parents": [1, 0]}, r"parents\[0\] is 1"),
@@ -283,6 +306,18 @@ WRONG_EXTENSIONS = [
         {"parents": [0] * 5000, "tokens": [1] * 5000, "confidences": [0.1] * 5000},
         "5000 nodes are more than 4096",
     ),
+    ({"proposals": [a_proposal_pb(index=2)]}, "index 2 of 2"),
+    ({"proposals": [a_proposal_pb(index=1)]}, "sampled child 5 is not a node"),
+    ({"proposals": [a_proposal_pb(parent=7)]}, "is not a node"),
+    ({"proposals": [a_proposal_pb(tokens=[])]}, "0 tokens and 2 probabilities"),
+    ({"proposals": [a_proposal_pb(tokens=[4, 4])]}, "a token twice"),
+    ({"proposals": [a_proposal_pb(tokens=[4, VOCAB_SIZE])]}, "id 1000"),
+    ({"proposals": [a_proposal_pb(probs=[0.5, math.nan])]}, "outside 0..1"),
+    ({"proposals": [a_proposal_pb(probs=[1.5, -0.5])]}, "outside 0..1"),
+    ({"proposals": [a_proposal_pb(probs=[0.5, 0.4998])]}, "sum to 0.999"),
+    ({"proposals": [a_proposal_pb(), a_proposal_pb()]}, "a second one"),
+    ({"proposals": [a_proposal_pb()] * 3}, "3 proposals for 2 nodes"),
+    ({"proposals": [a_proposal_pb(tokens=range(65), probs=[1 / 65] * 65)]}, "more than 64 tokens"),
 ]
 WRONG_COMMITS = [
     ({"origins": []}, "1 tokens have 0 origins"),

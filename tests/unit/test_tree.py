@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from specpipe.errors import InvalidRequestError, InvariantError
-from specpipe.tree import MAX_EXTENSION_NODES, DraftTree, GraftOutcome, Node, validate_extension
+from specpipe.extensions import MAX_EXTENSION_NODES, validate_extension
+from specpipe.tree import DraftTree, GraftOutcome, Node
 from specpipe.types import Extension
 
 PROMPT = [10, 11, 12]

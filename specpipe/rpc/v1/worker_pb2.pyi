@@ -188,6 +188,7 @@ class Extension(_message.Message):
     DRAFT_STEP_FIELD_NUMBER: _builtins.int
     DRAFT_STEP_MS_FIELD_NUMBER: _builtins.int
     DRAFT_SHARE_MS_FIELD_NUMBER: _builtins.int
+    PROPOSALS_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     base: _builtins.int
     is_exhausted: _builtins.bool
@@ -201,6 +202,10 @@ class Extension(_message.Message):
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def confidences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]:
+        """RULE_REJECTION only: at most one a parent."""
+
     def __init__(
         self,
         *,
@@ -214,14 +219,51 @@ class Extension(_message.Message):
         draft_step: _builtins.int = ...,
         draft_step_ms: _builtins.float = ...,
         draft_share_ms: _builtins.float = ...,
+        proposals: _abc.Iterable[Global___Proposal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "confidences", b"confidences", "draft_share_ms", b"draft_share_ms", "draft_step", b"draft_step", "draft_step_ms", b"draft_step_ms", "drafter", b"drafter", "is_exhausted", b"is_exhausted", "parents", b"parents", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "confidences", b"confidences", "draft_share_ms", b"draft_share_ms", "draft_step", b"draft_step", "draft_step_ms", b"draft_step_ms", "drafter", b"drafter", "is_exhausted", b"is_exhausted", "parents", b"parents", "proposals", b"proposals", "session", b"session", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Extension: _TypeAlias = Extension  # noqa: Y015
+
+@_typing.final
+class Proposal(_message.Message):
+    """What the one sampled child of a node was drawn from. Its parent counts as in Extension.parents; the child is the node
+    of the same extension below that parent with the token tokens[index].
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROBS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    index: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The very numbers that the child was drawn from."""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        probs: _abc.Iterable[_builtins.float] | None = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "parent", b"parent", "probs", b"probs", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class RoundStats(_message.Message):
