@@ -14,7 +14,7 @@ from coordinator.events import Kind
 from specpipe.errors import ModelMismatchError
 from specpipe.types import Heartbeat, Hello, ModelInfo, SessionMessage
 
-MAX_BACKOFF_S = 30.0
+MAX_BACKOFF_S = 4.0  # a dial costs little, a worker that is back and not used costs more
 AVOID_MS = 1_000.0  # a worker that refused a session for now is asked again after this
 CLOSING_MS = 30_000.0  # a session that was closed this long ago is forgotten, answered or not
 
@@ -29,7 +29,7 @@ class Link(Protocol):
 
 
 class Backoff:
-    """Seconds to wait before dialling again: 1, 2, 4 ... 30, and 1 again after a success."""
+    """Seconds to wait before dialling again: 1, 2, 4, 4 ..., and 1 again after a success."""
 
     def __init__(self) -> None:
         self._next_s = 1.0

@@ -127,15 +127,15 @@ def create_server(
 
 
 def _take_port(grpc_server: grpc.aio.Server, host: str, port: int) -> int:
-    _check_port(host, port)
+    check_port(host, port)
     try:
         return grpc_server.add_insecure_port(_join(host, port))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {_join(host, port)}: {error}") from None
 
 
-def _check_port(host: str, port: int) -> None:
-    """Try the address with a plain socket first, for a clear sentence: gRPC says only that it failed."""
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError, in a clear sentence, if nobody could listen there: gRPC says only that it failed."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as trial:

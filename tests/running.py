@@ -85,6 +85,12 @@ def run_command(*arguments: str, timeout_s: float = 120.0) -> subprocess.Complet
     )
 
 
+def write_lines(path: Path, *lines: object) -> str:
+    """A file of JSON lines. Returns its path as a flag wants it."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
 def environment() -> dict[str, str]:
     """Ours, on few threads, and without a terminal's colours or width."""
     kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "COLUMNS")}

@@ -20,6 +20,7 @@ from specpipe.cli.models import resolve_models
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.launcher import LocalService, ServiceConfig
+from specpipe.server import check_port
 from specpipe.telemetry import configure_logging
 from specpipe.types import Mode, Rule
 
@@ -44,6 +45,7 @@ def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFla
     """Serve GenerateService. Workers that die are started again."""
     configure_logging(own.log_level)
     config = service_config(own, service, speculation)
+    check_port(config.host, config.port)  # before models are loaded
     return run_with_signals(
         lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK
     )

