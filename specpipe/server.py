@@ -34,6 +34,9 @@ KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 MIN_PING_INTERVAL_MS = 10_000
 """What a peer may do at most; smaller than KEEPALIVE_TIME_MS so that nobody is dropped for pings."""
+MAX_DETAILS_BYTES = 2048
+"""Of a status. It travels as a header, percent-encoded (three times as long at worst), and peers refuse headers of
+more than 8 KB: the client would see that refusal instead of the status."""
 MAX_CONCURRENT_STREAMS = 4096
 """Calls on one connection, an HTTP/2 setting; more wait in the client."""
 
@@ -159,6 +162,15 @@ def status_of(code: ErrorCode) -> grpc.StatusCode:
     return grpc.StatusCode[code.name]
 
 
+def details_of(error: SpecpipeError) -> str:
+    """The error's sentence, cut where it would not fit into a status."""
+    details = str(error)
+    encoded = details.encode(errors="replace")
+    if len(encoded) <= MAX_DETAILS_BYTES:
+        return details
+    return encoded[:MAX_DETAILS_BYTES].decode(errors="ignore") + " ..."
+
+
 def error_from_status(error: grpc.aio.AioRpcError) -> SpecpipeError:
     """What a client raises for a status: the error that the server raised, or the nearest one of our tree."""
     code, details = error.code(), error.details() or ""
@@ -233,7 +245,7 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
     if isinstance(cause, grpc.aio.AbortError):
         raise cause
     if isinstance(cause, SpecpipeError):
-        await context.abort(status_of(cause.code), str(cause))
+        await context.abort(status_of(cause.code), details_of(cause))
     logger.error("%s failed", method, exc_info=cause)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 

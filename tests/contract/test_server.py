@@ -128,6 +128,15 @@ async def test_an_error_of_ours_comes_back_as_the_same_kind_with_its_message(err
         assert await rig.unary() == b"x"
 
 
+@pytest.mark.parametrize("text", ["x", "\N{SNOWMAN}", "\x00", "\ud800"])
+async def test_an_error_longer_than_a_status_can_be_is_cut_and_stays_what_it_is(text):
+    async with Rig() as rig:
+        rig.service.error = InvalidRequestError("model: " + 100_000 * text)
+        for call in (rig.unary, rig.stream):
+            with pytest.raises(InvalidRequestError, match=r"(?s)^model: .*\.\.\.$"):
+                await call()
+
+
 async def test_an_unknown_error_is_internal_logged_once_and_not_told(caplog):
     async with Rig() as rig:
         rig.service.error = ValueError("secret path")
