@@ -182,6 +182,15 @@ async def test_every_code_of_ours_is_a_status_and_back():
         assert error_from_status(error).code is code
 
 
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])  # no protobuf; a string that is no UTF-8
+async def test_a_request_that_is_no_message_is_invalid(message):
+    async with Rig() as rig:
+        with pytest.raises(InvalidRequestError, match="cannot be read"):
+            async with status_errors():
+                await rig.channel.unary_unary("/grpc.health.v1.Health/Check")(message, timeout=20)
+        assert await rig.unary() == b"x"
+
+
 async def test_an_unknown_method_is_refused():
     async with Rig() as rig:
         with pytest.raises(SpecpipeError):
