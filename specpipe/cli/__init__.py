@@ -4,6 +4,25 @@ Must not load torch or transformers for itself: a bad flag or folder is refused 
 theirs after their flags are checked.
 """
 
-from specpipe.cli.app import main
+from __future__ import annotations
+
+import os
+import signal
+from typing import NoReturn
+
+EXIT_INTERRUPTED = 130
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with its code. Ctrl-C while our own modules load ends the process at once."""
+    interrupted = signal.getsignal(signal.SIGINT)
+    if interrupted is signal.default_int_handler:  # else a parent said that it is to be ignored
+        # An exception in the middle of an import may come out as any other one.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    from specpipe.cli.app import main as run_command
+
+    signal.signal(signal.SIGINT, interrupted)
+    run_command()
+
 
 __all__ = ["main"]

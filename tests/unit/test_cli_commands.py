@@ -225,3 +225,21 @@ def test_an_output_that_cannot_be_written_is_no_stack_trace(redirection: str) ->
         assert (ended.returncode, ended.stderr) == (1, "error: the output cannot be written: No space left on device\n")
     else:
         assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_ctrl_c_while_modules_load_is_no_stack_trace() -> None:
+    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    code = f"import sys\nfrom specpipe.cli import main\n{LOADS_FIRST}\nmain()"
+    command = [sys.executable, "-c", code.replace("INTERRUPT", repr(interrupt))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+# Interrupts in the middle of the import of specpipe.cli.app.
+LOADS_FIRST = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "specpipe.cli.app":
+            exec(INTERRUPT)
+sys.meta_path.insert(0, Finder())
+"""
