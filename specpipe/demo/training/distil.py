@@ -20,8 +20,8 @@ from specpipe.demo.training.paths import start_logging
 from specpipe.demo.training.tokens import TRAINING_STREAM, WindowSampler, load_stream
 
 _CORPUS_WINDOW = 512
-_NUM_CORPUS_PARTS, _CORPUS_PART = 2, 2  # a step's parts, and the windows in each
-_NUM_OWN_PARTS, _OWN_PART = 2, 3
+_NUM_CORPUS_PARTS, _CORPUS_PART = 1, 2  # a step's parts, and the windows in each
+_NUM_OWN_PARTS, _OWN_PART = 3, 3
 _EVALUATION_PART = 8
 
 
