@@ -19,7 +19,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -60,13 +60,13 @@ class Lifecycle:
         self.hurry.set()
         self.request_stop()
 
-    def announce(self, address: str) -> None:
-        """Tell the parent that this process serves on `address` (HOST:PORT)."""
+    def announce(self, address: str, companions: Sequence[int] = ()) -> None:
+        """Tell the parent that this process serves on `address` (HOST:PORT), and the pids of its companions."""
         logger.info("serving on %s", address)
         fd = self._config.ready_fd
         if fd is not None:
             with contextlib.suppress(BrokenPipeError):  # the parent is gone: parent_fd says so too
-                os.write(fd, f"{address}\n".encode())
+                os.write(fd, f"{' '.join([address, *map(str, companions)])}\n".encode())
             os.close(fd)
 
     async def unless_stopped(self, work: Awaitable[object]) -> bool:
@@ -110,9 +110,10 @@ async def serve_until_stopped(
     *,
     drain: Callable[[], Awaitable[object]],
     failure: asyncio.Future[None] | None = None,
+    companions: Sequence[int] = (),
 ) -> int:
     """Announce `address`, wait until told to end, drain. Returns the exit code; raises what `failure` holds."""
-    life.announce(address)
+    life.announce(address, companions)
     ended = failure if failure is not None else asyncio.get_running_loop().create_future()
     if await life.unless_stopped(asyncio.shield(ended)):
         raise SpecpipeError("the service ended by itself")
