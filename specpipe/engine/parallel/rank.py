@@ -59,7 +59,7 @@ class Mailbox:
         threading.Thread(target=self._main, name="control", daemon=True).start()
 
     def next(self, *expected: Kind) -> Frame:
-        """Wait for the next frame. Raises InvariantError if it is of another kind, WorkerUnavailableError at the end."""
+        """The next frame. Raises InvariantError if it is of another kind, WorkerUnavailableError at the end."""
         frame = self._frames.get()
         if frame is None:
             raise WorkerUnavailableError("rank 0 is gone")

@@ -82,9 +82,7 @@ class Checkpoint:
         self._folder = folder
         self._prefix = prefix
         self._files = {entry.name: entry.file for entry in read_weights(folder)}
-        self._open = {
-            file: stack.enter_context(safe_open(file, framework="pt")) for file in set(self._files.values())
-        }
+        self._open = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(self._files.values())}
 
     def find(self, name: str) -> str | None:
         """The stored name of a parameter, if it is stored."""

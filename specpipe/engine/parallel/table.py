@@ -185,7 +185,9 @@ def _rule_of_plan(architecture: str, pattern: str, style: str) -> Rule | None:
     if not pattern.startswith("layers.") or style.startswith("replicated"):
         return None
     if style not in _SIDES_BY_STYLE:
-        raise UnsupportedModelError(f"{architecture}: transformers' plan splits {pattern} by an unknown style {style!r}")
+        raise UnsupportedModelError(
+            f"{architecture}: transformers splits {pattern} by a style unknown here, {style!r}"
+        )
     return Rule(pattern, _SIDES_BY_STYLE[style], (_UNITS_BY_NAME.get(pattern.rpartition(".")[2], Unit.WIDTH),))
 
 
@@ -195,4 +197,3 @@ def _count(unit: Unit, width: int, heads: Heads) -> int:
 
 def _first(config: Mapping[str, Any], *keys: str) -> int | None:
     return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key] > 0), None)
-
