@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import select
@@ -161,10 +162,16 @@ def set_up_process(*, core: int | None, num_threads: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if core is not None:
-        allowed = os.sched_getaffinity(0)
+        allowed = cores_before_pinning()
         if core not in allowed:
             raise ConfigError(f"core {core} is not one of this process's cores: {sorted(allowed)}")
         os.sched_setaffinity(0, {core})
+
+
+@functools.cache
+def cores_before_pinning() -> frozenset[int]:
+    """Cores that this process might use when it was first asked: what a child of it may be pinned to."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def die_with_parent() -> None:

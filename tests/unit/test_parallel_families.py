@@ -59,5 +59,8 @@ def test_tied_embeddings_over_two_ranks(tmp_path: Path) -> None:
 
 def test_heads_that_do_not_divide_are_refused_with_the_numbers(tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
-    with pytest.raises(SpecpipeError, match=r"tensor_parallel_size 3 .* 4 attention heads"), parallel_model(tmp_path, 3):
+    with (
+        pytest.raises(SpecpipeError, match=r"tensor_parallel_size 3 .* 4 attention heads"),
+        parallel_model(tmp_path, 3),
+    ):
         pass

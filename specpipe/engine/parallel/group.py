@@ -27,6 +27,7 @@ from specpipe.config import EngineConfig
 from specpipe.engine.parallel.channel import Channel, Frame, Kind
 from specpipe.engine.parallel.rank import RankHello
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
+from specpipe.process import cores_before_pinning
 
 if TYPE_CHECKING:
     from specpipe.engine.parallel.model import ParallelModel
@@ -59,12 +60,11 @@ class RankGroup:
     `start` belongs to the main thread (ranks die with the thread that starts them), `load` to the model thread.
     """
 
-    def __init__(self, engine: EngineConfig, size: int, cores: Sequence[int] = (), log_level: str = "warning") -> None:
+    def __init__(self, engine: EngineConfig, size: int, cores: Sequence[int] = ()) -> None:
         """`cores`: of the ranks after the first, as far as there are any."""
         self.size = size
         self._engine = engine
         self._cores = cores
-        self._log_level = log_level
         self._members: list[Member] = []
         self._changed = threading.Condition()
         self._failure: SpecpipeError | None = None
@@ -97,7 +97,11 @@ class RankGroup:
         self._members.append(member)
         core = self._cores[rank - 1] if rank - 1 < len(self._cores) else None
         hello = RankHello(
-            rank=rank, size=self.size, engine=asdict(replace(self._engine, core=core)), log_level=self._log_level
+            rank=rank,
+            size=self.size,
+            engine=asdict(replace(self._engine, core=core)),
+            log_level=logging.getLevelName(logging.getLogger().level).lower(),
+            cores=sorted(cores_before_pinning()),
         )
         member.channel.send(Kind.HELLO, 0, hello.to_bytes())
 

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specpipe.engine.parallel.channel import Channel, Frame, Kind
@@ -37,10 +37,10 @@ class RankHello:
     size: int
     engine: dict[str, Any]
     log_level: str = "warning"
+    cores: list[int] = field(default_factory=list)  # where it may run; rank 0 may be on one of its own by now
 
     def to_bytes(self) -> bytes:
-        fields = {"rank": self.rank, "size": self.size, "engine": self.engine, "log_level": self.log_level}
-        return json.dumps(fields).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, payload: bytes) -> RankHello:
@@ -141,6 +141,7 @@ def main() -> None:
     hello = RankHello.from_bytes(mailbox.next(Kind.HELLO).payload)
     configure_logging(hello.log_level)
     try:
+        os.sched_setaffinity(0, hello.cores)
         set_up_process(core=hello.engine["core"], num_threads=hello.engine["num_threads"])
         run(mailbox, hello)
     except SpecpipeError as error:

@@ -185,9 +185,7 @@ def _rule_of_plan(architecture: str, pattern: str, style: str) -> Rule | None:
     if not pattern.startswith("layers.") or style.startswith("replicated"):
         return None
     if style not in _SIDES_BY_STYLE:
-        raise UnsupportedModelError(
-            f"{architecture}: transformers splits {pattern} by a style unknown here, {style!r}"
-        )
+        raise UnsupportedModelError(f"{architecture}: transformers splits {pattern} by a style unknown here, {style!r}")
     return Rule(pattern, _SIDES_BY_STYLE[style], (_UNITS_BY_NAME.get(pattern.rpartition(".")[2], Unit.WIDTH),))
 
 
