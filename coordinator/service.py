@@ -19,7 +19,7 @@ from coordinator.answers import ChatMessage, Question, Request
 from coordinator.codec import event_to_pb, question_from_pb
 from coordinator.driver import Coordinator
 from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch, load_tokenization
-from coordinator.validation import ServiceFacts, check_question, create_request
+from coordinator.validation import ServiceFacts, check_prompt_bytes, check_question, create_request
 from specpipe.config import CoordinatorConfig
 from specpipe.engine.vocabulary import read_vocabulary
 from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError
@@ -66,7 +66,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if self._facts is None:
             raise WorkerUnavailableError("the service is still starting")
         check_question(question, self._facts)
-        prompt = await self._tokenize(question)
+        prompt = await self._tokenize(question, self._facts)
         return create_request(question, prompt, self._facts, received_ms=received_ms, deadline_ms=deadline_ms)
 
     async def _submit(self, request: Request) -> AnswerStream:
@@ -74,7 +74,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         await self._coordinator.wait_for_id(request.request_id, ID_REUSE_WAIT_S)
         return self._coordinator.submit(request, self._tokenization.create_answer(request.stop_strings))
 
-    async def _tokenize(self, question: Question) -> list[int]:
+    async def _tokenize(self, question: Question, facts: ServiceFacts) -> list[int]:
         assert self._tokenization is not None
         prompt = question.prompt
         if isinstance(prompt, str):
@@ -82,7 +82,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         messages = [part for part in prompt or () if isinstance(part, ChatMessage)]
         if messages:
             chat = [{"role": message.role, "content": message.content} for message in messages]
-            return await self._thread.run(self._tokenization.encode_chat, chat)
+            rendered = await self._thread.run(self._tokenization.render_chat, chat)
+            check_prompt_bytes(len(rendered.encode()), facts)
+            return await self._thread.run(self._tokenization.encode_rendered, rendered)
         return [part for part in prompt or () if isinstance(part, int)]
 
 

@@ -89,14 +89,18 @@ class Tokenization:
         return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def encode_chat(self, messages: Chat) -> list[int]:
-        """Ids of a conversation rendered by the model's own template, up to where the assistant's answer begins.
+        """Ids of a conversation: of what `render_chat` makes of it. Raises InvalidRequestError as that does."""
+        return self.encode_rendered(self.render_chat(messages))
 
-        Raises InvalidRequestError if there is no template, or the template refuses the messages.
-        """
-        text = self.render_chat(messages)
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered conversation, which holds its special tokens already."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def render_chat(self, messages: Chat) -> str:
+        """A conversation by the model's own template, up to where the assistant's answer begins.
+
+        Raises InvalidRequestError if there is no template, or the template refuses the messages.
+        """
         from jinja2.exceptions import TemplateError
 
         try:

@@ -113,13 +113,16 @@ def _check_prompt(question: Question, facts: ServiceFacts) -> None:
     if not len(prompt):
         raise InvalidRequestError("prompt: it must have at least one character, token id or message")
     if isinstance(prompt, str):
-        _check_bytes(len(prompt.encode()), facts)
+        check_prompt_bytes(len(prompt.encode()), facts)
     elif isinstance(prompt[0], int):
         check_prompt_length(len(prompt), facts)
         _check_ids("prompt_token_ids", [token for token in prompt if isinstance(token, int)], facts.model.vocab_size)
+    elif len(prompt) >= facts.model.max_context:
+        raise InvalidRequestError(f"chat: {len(prompt)} messages do not fit a context of {facts.model.max_context}")
 
 
-def _check_bytes(num_bytes: int, facts: ServiceFacts) -> None:
+def check_prompt_bytes(num_bytes: int, facts: ServiceFacts) -> None:
+    """Tokenizing takes long, so what its bytes alone show to be too long is refused before."""
     least = facts.least_tokens(num_bytes)
     if least >= facts.model.max_context:
         raise InvalidRequestError(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -34,6 +35,9 @@ KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 MIN_PING_INTERVAL_MS = 10_000
 """What a peer may do at most; smaller than KEEPALIVE_TIME_MS so that nobody is dropped for pings."""
+MAX_DETAILS_BYTES = 2048
+"""Of a status. It travels as a header, percent-encoded (three times as long at worst), and peers refuse headers of
+more than 8 KB: the client would see that refusal instead of the status."""
 MAX_CONCURRENT_STREAMS = 4096
 """Calls on one connection, an HTTP/2 setting; more wait in the client."""
 
@@ -159,6 +163,15 @@ def status_of(code: ErrorCode) -> grpc.StatusCode:
     return grpc.StatusCode[code.name]
 
 
+def details_of(error: SpecpipeError) -> str:
+    """The error's sentence, cut where it would not fit into a status."""
+    details = str(error)
+    encoded = details.encode(errors="replace")
+    if len(encoded) <= MAX_DETAILS_BYTES:
+        return details
+    return encoded[:MAX_DETAILS_BYTES].decode(errors="ignore") + " ..."
+
+
 def error_from_status(error: grpc.aio.AioRpcError) -> SpecpipeError:
     """What a client raises for a status: the error that the server raised, or the nearest one of our tree."""
     code, details = error.code(), error.details() or ""
@@ -198,7 +211,8 @@ class ErrorInterceptor(_Interceptor):
     """Turns what a handler raises into one terminal status.
 
     SpecpipeError: its code and message. Anything else: INTERNAL, logged here once, its text not given away.
-    Cancellation and statuses set by `context.abort` pass.
+    Cancellation and statuses set by `context.abort` pass. A single request whose bytes are no message never reaches
+    its handler: INVALID_ARGUMENT (gRPC itself would say UNKNOWN). Handlers of streams find that out as they read.
     """
 
     async def intercept_service(
@@ -207,18 +221,37 @@ class ErrorInterceptor(_Interceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        return _wrapped(handler, functools.partial(_mapping_errors, str(handler_call_details.method)))
+        return _wrapped(handler, functools.partial(_mapping_errors, str(handler_call_details.method)), _or_malformed)
+
+
+def _or_malformed(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Like `deserialize`, but where that fails the error is the request: an answer to it must wait for the handler."""
+
+    def deserialize_or_fail(message: bytes) -> Any:
+        try:
+            return deserialize(message)
+        except DecodeError as error:
+            return InvalidRequestError(f"the request cannot be read: {error}")
+
+    return deserialize_or_fail
+
+
+def _raise_if_malformed(request: Any) -> None:
+    if isinstance(request, InvalidRequestError):
+        raise request
 
 
 def _mapping_errors(method: str, handler: Handler) -> Handler:
     async def answer(request: Any, context: Any) -> Any:
         try:
+            _raise_if_malformed(request)
             return await handler(request, context)
         except Exception as error:
             await _abort(context, method, error)
 
     async def stream(request: Any, context: Any) -> Any:
         try:
+            _raise_if_malformed(request)
             async with aclosing(handler(request, context)) as responses:  # ends with its call, not when it is collected
                 async for response in responses:
                     yield response
@@ -233,7 +266,7 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
     if isinstance(cause, grpc.aio.AbortError):
         raise cause
     if isinstance(cause, SpecpipeError):
-        await context.abort(status_of(cause.code), str(cause))
+        await context.abort(status_of(cause.code), details_of(cause))
     logger.error("%s failed", method, exc_info=cause)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 
@@ -288,16 +321,22 @@ _KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., grpc.RpcMethodHandler[A
 }
 
 
-def _wrapped(handler: Any, wrap: Wrapper) -> Any:
-    """The same RPC with its function wrapped. None (an unknown method) and synchronous handlers stay as they are."""
+def _wrapped(handler: Any, wrap: Wrapper, wrap_deserializer: Wrapper | None = None) -> Any:
+    """The same RPC with its function wrapped, and the deserializer of a single request.
+
+    None (an unknown method) and synchronous handlers stay as they are.
+    """
     if handler is None:
         return None
     name, create = _KINDS[handler.request_streaming, handler.response_streaming]
     function = getattr(handler, name)
     if not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
         return handler
+    deserialize = handler.request_deserializer
+    if wrap_deserializer is not None and deserialize is not None and not handler.request_streaming:
+        deserialize = wrap_deserializer(deserialize)
     return create(
         wrap(function),
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=deserialize,
         response_serializer=handler.response_serializer,
     )

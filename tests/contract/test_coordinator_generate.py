@@ -214,6 +214,8 @@ BAD = [
     ({"prompt": tuple([5] * 512)}, "512 tokens"),
     ({"prompt": "word " * 800}, "tokens"),
     ({"prompt": "x" * 2_000_000}, "2000000 bytes"),
+    ({"prompt": (ChatMessage(role="user", content="x " * 1_000_000),)}, "20000.. bytes"),
+    ({"prompt": (ChatMessage(role="user", content="x"),) * 100_000}, "100000 messages"),
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": float("inf")}, "temperature"),
     ({"temperature": -0.1}, "temperature"),

@@ -128,6 +128,15 @@ async def test_an_error_of_ours_comes_back_as_the_same_kind_with_its_message(err
         assert await rig.unary() == b"x"
 
 
+@pytest.mark.parametrize("text", ["x", "\N{SNOWMAN}", "\x00", "\ud800"])
+async def test_an_error_longer_than_a_status_can_be_is_cut_and_stays_what_it_is(text):
+    async with Rig() as rig:
+        rig.service.error = InvalidRequestError("model: " + 100_000 * text)
+        for call in (rig.unary, rig.stream):
+            with pytest.raises(InvalidRequestError, match=r"(?s)^model: .*\.\.\.$"):
+                await call()
+
+
 async def test_an_unknown_error_is_internal_logged_once_and_not_told(caplog):
     async with Rig() as rig:
         rig.service.error = ValueError("secret path")
@@ -171,6 +180,15 @@ async def test_every_code_of_ours_is_a_status_and_back():
     for code in ErrorCode:
         error = grpc.aio.AioRpcError(status_of(code), grpc.aio.Metadata(), grpc.aio.Metadata(), details="d")
         assert error_from_status(error).code is code
+
+
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])  # no protobuf; a string that is no UTF-8
+async def test_a_request_that_is_no_message_is_invalid(message):
+    async with Rig() as rig:
+        with pytest.raises(InvalidRequestError, match="cannot be read"):
+            async with status_errors():
+                await rig.channel.unary_unary("/grpc.health.v1.Health/Check")(message, timeout=20)
+        assert await rig.unary() == b"x"
 
 
 async def test_an_unknown_method_is_refused():
