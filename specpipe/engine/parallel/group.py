@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
-MAX_UNANSWERED_PINGS = 6
+MAX_UNANSWERED_PINGS = 4
 """A rank that takes steps and lets more go by is frozen. Below the 8 s limit of a collective. Pings are counted, not
 seconds: a pause of our own process is nobody's fault."""
 LOAD_TIMEOUT_S = 600.0
