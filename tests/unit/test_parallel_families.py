@@ -35,9 +35,9 @@ def drive(driver: Driver) -> None:
     driver.step(driver.rows(drafting))
 
 
-def worst_error(folder: Path, family: str, size: int, **overrides: Any) -> float:
+def worst_error(folder: Path, family: str, size: int, *, is_shared: bool = True, **overrides: Any) -> float:
     save_model(folder, family, **overrides)
-    with parallel_model(folder, size) as model:
+    with parallel_model(folder, size, is_shared=is_shared) as model:
         driver = Driver(model, seed=3)  # type: ignore[arg-type]
         drive(driver)
     return driver.worst_error(stock_copy(create_model(family, **overrides)))
@@ -51,6 +51,10 @@ def test_two_ranks_equal_the_stock_forward(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "llama_mha_bias", "phi3", "qwen3"])
 def test_four_ranks_equal_the_stock_forward_also_with_fewer_kv_heads(family: str, tmp_path: Path) -> None:
     assert worst_error(tmp_path, family, 4) < TOLERANCE
+
+
+def test_ranks_that_share_no_memory_meet_over_gloo(tmp_path: Path) -> None:
+    assert worst_error(tmp_path, "llama", 2, is_shared=False) < TOLERANCE
 
 
 def test_tied_embeddings_over_two_ranks(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Kind(IntEnum):
 
     HELLO = 1  # JSON: what to load, and as which rank
     LOADED = 2  # from a rank: its weights are in memory
-    MEET = 3  # number: the port at which all ranks meet, now
+    MEET = 3  # all ranks meet now; number: the port of their store, if they need one
     READY = 4  # from a rank: it takes steps
     STEP = 5  # number: of the step
     CLEAR = 6  # slots to zero

@@ -1,6 +1,7 @@
 """What the ranks of a group compute together: sums after row-parallel products, rows of the vocabulary's parts.
 
-Owns: the process group (gloo on CPU, NCCL on GPU) and its time limits. Must not know: models, processes, steps.
+Owns: the process group (on a CPU shared memory, or gloo where there is none; NCCL on GPUs) and its time limits. Must
+not know: models, processes, steps.
 
 The groups are plain objects, not torch.distributed's global one: less is done per call, and several ranks can live in
 one process (in tests). All ranks call the same functions in the same order, or all fail when the time limit is over.
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from specpipe.engine.parallel.shared_memory import SharedMemory
 from specpipe.errors import WorkerUnavailableError
 
 LOOPBACK = "127.0.0.1"
@@ -24,13 +26,19 @@ STEP_TIMEOUT_S = 8.0  # gloo's own default is 30 minutes
 
 
 class Collective:
-    """One rank's end of a group of `size` ranks that meet at `store`. Made by all ranks at the same time."""
+    """One rank's end of a group of `size` ranks that meet at `store`. Made by all ranks at the same time.
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+    With `shared`, nothing travels through torch.distributed, and `store` is not used.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, shared: SharedMemory | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self._device = device
         self._store = store
+        self._shared = shared
         self._group: Any = None
         self._connect("prepare", PREPARING_TIMEOUT_S)
 
@@ -54,6 +62,8 @@ class Collective:
         Ranks hold equal numbers of columns, the last ones fewer.
         """
         share = -(-num_columns // self.size)
+        if self._shared is not None and self._shared.fits(x[:, :1].expand(-1, share)):
+            return self._gather_shared(x, share, num_columns)
         own = torch.nn.functional.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x.contiguous()
         options = dist.GatherOptions()
         options.rootRank = 0
@@ -62,7 +72,17 @@ class Collective:
             self._group.gather([parts] if parts else [], [own], options).wait()
         return torch.cat(parts, dim=1)[:, :num_columns] if parts else x
 
+    def _gather_shared(self, x: torch.Tensor, share: int, num_columns: int) -> torch.Tensor:
+        assert self._shared is not None
+        own = torch.nn.functional.pad(x, (0, share - x.shape[1])).contiguous()
+        parts = self._shared.gather(own)
+        return torch.cat(parts, dim=1)[:, :num_columns] if self.rank == 0 else x
+
     def _all_reduce(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
+        if self._shared is not None and operation == dist.ReduceOp.SUM:
+            return self._shared.sum(x)
+        if self._shared is not None:
+            return torch.stack(self._shared.gather(x)).amin(dim=0)
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         with self._failing_together():
@@ -70,6 +90,9 @@ class Collective:
         return x
 
     def _connect(self, name: str, timeout_s: float) -> None:
+        if self._shared is not None:
+            self._shared.timeout_s = timeout_s
+            return
         store, timeout = dist.PrefixStore(name, self._store), timedelta(seconds=timeout_s)
         with self._failing_together():
             if self._device.type == "cpu":

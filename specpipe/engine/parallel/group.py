@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Self
 
 from specpipe.config import EngineConfig
 from specpipe.engine.parallel.channel import Channel, Frame, Kind
+from specpipe.engine.parallel.mesh import MeshEnd, create_mesh
 from specpipe.engine.parallel.rank import RankHello
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.process import cores_before_pinning
 
 if TYPE_CHECKING:
     from specpipe.engine.parallel.model import ParallelModel
+    from specpipe.engine.parallel.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class RankGroup:
         self._engine = engine
         self._cores = cores
         self._members: list[Member] = []
+        self._mesh: list[MeshEnd] = []
+        self._shared: SharedMemory | None = None
         self._changed = threading.Condition()
         self._failure: SpecpipeError | None = None
         self._is_closing = False
@@ -86,10 +90,18 @@ class RankGroup:
 
     def start(self) -> None:
         """Start the processes of the other ranks; they load at once."""
+        self.connect()
         for rank in range(1, self.size):
             ours, theirs = socket.socketpair()
             with theirs:
-                self.add(rank, ours, _spawn(theirs.fileno()))
+                self.add(rank, ours, _spawn(theirs.fileno(), self._mesh[rank].fds if self._mesh else []))
+            if self._mesh:
+                self._mesh[rank].close()
+
+    def connect(self) -> None:
+        """Before ranks are added: on a CPU they get memory to share, where the system has it."""
+        if self._engine.device == "cpu" and hasattr(os, "memfd_create"):
+            self._mesh = create_mesh(self.size)
 
     def add(self, rank: int, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         """A rank whose end of the control socket is the other one of `end`."""
@@ -101,6 +113,8 @@ class RankGroup:
             size=self.size,
             engine=asdict(replace(self._engine, core=core)),
             log_level=logging.getLevelName(logging.getLogger().level).lower(),
+            memory_fd=self._mesh[rank].memory_fd if self._mesh else -1,
+            peer_fds=self._mesh[rank].peer_fds if self._mesh else [],
             cores=sorted(cores_before_pinning()),
         )
         member.channel.send(Kind.HELLO, 0, hello.to_bytes())
@@ -120,13 +134,15 @@ class RankGroup:
         from specpipe.engine.parallel.collective import Collective, create_store
         from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
         from specpipe.engine.parallel.model import ParallelModel
+        from specpipe.engine.parallel.shared_memory import open_end
 
         torch.set_num_threads(self._engine.num_threads)
         loaded = load_rank(self._engine, 0, self.size)
         self._wait_for(Kind.LOADED)
-        store = create_store(None)
-        self.send(Kind.MEET, store.port)
-        collective = Collective(store, 0, self.size, rank_device(self._engine, 0))
+        self._shared = open_end(self._mesh.pop(0), 0) if self._mesh else None
+        store = None if self._shared else create_store(None)
+        self.send(Kind.MEET, store.port if store else 0)
+        collective = Collective(store, 0, self.size, rank_device(self._engine, 0), self._shared)
         runner = create_rank_runner(loaded, self._engine, collective)
         self._wait_for(Kind.READY)
         return ParallelModel(runner, self)
@@ -145,6 +161,8 @@ class RankGroup:
             self._watchdog.join()
         for member in self._members:
             member.channel.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def _kill(self) -> None:
         for member in self._members:
@@ -212,7 +230,7 @@ class RankGroup:
                 raise self._failure
 
 
-def _spawn(fd: int) -> subprocess.Popen[bytes]:
+def _spawn(fd: int, mesh_fds: Sequence[int]) -> subprocess.Popen[bytes]:
     """-P: a folder of the user's working directory must not shadow ours."""
     import specpipe
 
@@ -222,7 +240,7 @@ def _spawn(fd: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-P", "-m", "specpipe.engine.parallel.rank", "--role", "target-rank", str(fd)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        pass_fds=(fd,),
+        pass_fds=(fd, *mesh_fds),
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
     )

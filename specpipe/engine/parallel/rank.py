@@ -8,6 +8,7 @@ once when rank 0 is gone. Rank 0's silence (it is frozen) ends the whole group: 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specpipe.engine.parallel.channel import Channel, Frame, Kind
+from specpipe.engine.parallel.mesh import MeshEnd
 from specpipe.errors import InvariantError, SpecpipeError, WorkerUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ class RankHello:
     size: int
     engine: dict[str, Any]
     log_level: str = "warning"
+    memory_fd: int = -1  # see MeshEnd; -1: the ranks meet elsewhere
+    peer_fds: list[int] = field(default_factory=list)
     cores: list[int] = field(default_factory=list)  # where it may run; rank 0 may be on one of its own by now
 
     def to_bytes(self) -> bytes:
@@ -98,6 +102,7 @@ def run(mailbox: Mailbox, hello: RankHello) -> None:
     from specpipe.config import EngineConfig
     from specpipe.engine.parallel.collective import Collective, create_store
     from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
+    from specpipe.engine.parallel.shared_memory import open_end
 
     config = EngineConfig(**hello.engine)
     torch.set_num_threads(config.num_threads)
@@ -105,11 +110,14 @@ def run(mailbox: Mailbox, hello: RankHello) -> None:
     mailbox.channel.send(Kind.LOADED)
     port = mailbox.next(Kind.MEET).number
     device = rank_device(config, hello.rank)
-    collective = Collective(create_store(port), hello.rank, hello.size, device)
-    runner = create_rank_runner(loaded, config, collective)
-    mailbox.is_running = True
-    mailbox.channel.send(Kind.READY)
-    follow(mailbox, runner)
+    shared = open_end(MeshEnd(hello.memory_fd, hello.peer_fds), hello.rank) if hello.peer_fds else None
+    store = None if shared else create_store(port)
+    with contextlib.closing(shared) if shared else contextlib.nullcontext():
+        collective = Collective(store, hello.rank, hello.size, device, shared)
+        runner = create_rank_runner(loaded, config, collective)
+        mailbox.is_running = True
+        mailbox.channel.send(Kind.READY)
+        follow(mailbox, runner)
 
 
 def follow(mailbox: Mailbox, runner: Any) -> None:
