@@ -73,8 +73,12 @@ class Channel:
             self._sending.release()
 
     def receive(self, timeout_s: float | None) -> Frame | None:
-        """The next frame; None when the peer has closed its end. Raises TimeoutError if none comes in time."""
-        if not select.select((self._socket,), (), (), timeout_s)[0]:
+        """The next frame; None when either end is closed. Raises TimeoutError if none comes in time."""
+        try:
+            is_readable = bool(select.select((self._socket,), (), (), timeout_s)[0])
+        except (OSError, ValueError):  # closed here, by another thread
+            return None
+        if not is_readable:
             raise TimeoutError(f"no frame within {timeout_s} s")
         header = self._read(_HEADER.size)
         if header is None:
