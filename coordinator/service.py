@@ -26,7 +26,7 @@ from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableEr
 from specpipe.process import lifecycle, serve_until_stopped
 from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc
 from specpipe.server import Server, cause_of, create_server
-from specpipe.types import ModelInfo, Rule
+from specpipe.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -194,8 +194,6 @@ async def serve(config: CoordinatorConfig) -> int:
 def check_config(config: CoordinatorConfig) -> None:
     if not config.targets:
         raise ConfigError("a coordinator needs the address of at least one target worker")
-    if config.rule is Rule.REJECTION:
-        raise ConfigError("rule rejection is not available yet; use coupled")
     if config.drafter not in ("model", "ngram", "none"):
         raise ConfigError(f"drafter must be model, ngram or none, got {config.drafter!r}")
 

@@ -46,7 +46,7 @@ def check_question(question: Question, facts: ServiceFacts) -> None:
     _check_prompt(question, facts)
     _check_sampling(question)
     _check_stops(question, facts.model.vocab_size)
-    _check_speculation(question, facts)
+    _check_speculation(question)
 
 
 def create_request(
@@ -158,13 +158,11 @@ def _check_stops(question: Question, vocab_size: int) -> None:
     _check_ids("stop_token_ids", question.stop_token_ids, vocab_size)
 
 
-def _check_speculation(question: Question, facts: ServiceFacts) -> None:
+def _check_speculation(question: Question) -> None:
     k = question.num_speculative_tokens
     _check(
         "num_speculative_tokens", k, lambda v: 1 <= v <= MAX_SPECULATIVE_TOKENS, f"from 1 to {MAX_SPECULATIVE_TOKENS}"
     )
-    if (question.rule or facts.rule) is Rule.REJECTION:
-        raise InvalidRequestError("rule: rejection is not available yet; use coupled")
 
 
 def _check(field: str, value: float | None, holds: Callable[[float], bool], wanted: str) -> None:

@@ -9,20 +9,25 @@ The root is expanded exactly when every committed token is computed; until then 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from draft_worker.fans import Fan, Fans
+from draft_worker.fans import Candidate, Fan, Fans
 from specpipe.calibration import Calibrator
 from specpipe.errors import InvariantError
 from specpipe.sampling.coupled import Chooser
+from specpipe.sampling.rejection import CONTEXT, Proposer
 from specpipe.tree import DraftTree, Node
-from specpipe.types import Extension, Mode, Open
+from specpipe.types import Extension, Mode, Open, Origin, Rule
 
 DRAFTER = "model"
+SAMPLING_DRAFTER = (
+    "model/sampled"  # under the rejection rule confidences mean something else: they are calibrated apart
+)
 DEFAULT_CHAIN_LENGTH = 4  # K in sync mode when the request names none
 
 
@@ -92,13 +97,16 @@ class DraftSession:
         self._calibrator = calibrator
         self._vocab_size = vocab_size
         self._chooser = Chooser(opened.sampling, vocab_size)
+        is_sampling = opened.speculation.rule is Rule.REJECTION
+        self._proposer = Proposer(opened.sampling, vocab_size) if is_sampling else None
+        self._drafter = SAMPLING_DRAFTER if is_sampling and opened.sampling.temperature > 0 else DRAFTER
         self._is_off = opened.speculation.mode is Mode.OFF or not self._knows(opened.tokens)
         self._chain_length = _chain_length(opened)
         self._chain_time = _ChainTime()
         # A drafted node is of use if the target may verify it: its row must not be the answer's last token or beyond.
         # A node just beyond the draft's own context can be proposed, though not expanded.
         self._max_position = min(opened.stops.max_length - 2, max_context)
-        self._fans = Fans(calibrator.estimate, DRAFTER)
+        self._fans = Fans(calibrator.estimate, self._drafter)
         self._unsent: dict[Node, int] = {}  # new nodes and the step that ranked them
         self._reported_step = 0  # last step whose share was reported
         self._answered_base = -1  # base whose last extension (is_exhausted) was sent
@@ -174,8 +182,7 @@ class DraftSession:
         """
         count = 1 if self.is_sync else self._rules.fan
         for node, logits in results:
-            ranked = self._chooser.rank(logits, self.base + node.depth, count)
-            self._fans.put(node, Fan(ranked, step.number))
+            self._fans.put(node, Fan(self._rank(node, logits, count), step.number))
             self._add_next_of(node)
         self._widen()
 
@@ -184,12 +191,12 @@ class DraftSession:
         if self.is_sync:
             self._chain_time.add(step)
 
-    def commit(self, tokens: Sequence[int]) -> list[int]:
-        """Append final tokens; returns the slots of nodes that are no longer on any path.
+    def commit(self, tokens: Sequence[int], origins: Sequence[Origin] = ()) -> list[int]:
+        """Append final tokens (`origins`: one each, if known); returns the slots of nodes that are on no path now.
 
         Accepted nodes' slots become slots of committed tokens. Nodes below the last one live on when it was drafted.
         """
-        self._observe(tokens)
+        self._observe(tokens, origins)
         advance = self.tree.advance(tokens)
         self.tokens.extend(tokens)
         self.slots.extend(node.slot for node in advance.path if node.slot is not None)
@@ -230,7 +237,7 @@ class DraftSession:
         return self.tree.extension_of(
             unsent,
             session=self.id,
-            drafter=DRAFTER,
+            drafter=self._drafter,
             draft_step=max(unsent.values()),
             draft_step_ms=step.step_ms,
             draft_share_ms=share_ms,
@@ -280,13 +287,22 @@ class DraftSession:
             node = next(iter(node.children.values()))
         return node
 
+    def _rank(self, node: Node, logits: npt.NDArray[np.float32], count: int) -> Sequence[Candidate]:
+        """Candidates below `node`, the first one sampled under the rejection rule."""
+        position = self.base + node.depth
+        if self._proposer is None:
+            return self._chooser.rank(logits, position, count)
+        text = [*self.tokens[-CONTEXT:], *(above.token for above in node.path())]
+        node.proposal, candidates = self._proposer.propose(logits, position, count, text=text)
+        return candidates
+
     def _add_next_of(self, node: Node) -> None:
         """Turn the best waiting candidate of `node` into a node; there is room for it."""
         following = self._fans.next_of(node)
         if following is None:
             return
         (token, confidence), step = following
-        child = self.tree.add_child(node, token, confidence, drafter=DRAFTER, draft_step=step)
+        child = self.tree.add_child(node, token, confidence, drafter=self._drafter, draft_step=step)
         assert child is not None, "no room for a child"
         self._unsent[child] = step
         self._fans.enqueue(node)
@@ -301,13 +317,17 @@ class DraftSession:
                 return
             self._add_next_of(self._fans.pop())
 
-    def _observe(self, tokens: Sequence[int]) -> None:
-        """Tell the calibrator which children of the walked nodes were the target's choices."""
+    def _observe(self, tokens: Sequence[int], origins: Sequence[Origin]) -> None:
+        """Tell the calibrator which children of the walked nodes were the target's choices.
+
+        Under the rejection rule a choice says something of the draft only where the target tested it.
+        """
         node = self.tree.root
-        for token in tokens:
-            for child in node.children.values():
+        for token, origin in itertools.zip_longest(tokens, origins):
+            was_tested = self._drafter == DRAFTER or origin in (Origin.ACCEPTED, Origin.RECOVERED)
+            for child in node.children.values() if was_tested else ():
                 is_choice = child.token == token
-                self._calibrator.observe(child.rank, child.depth, child.confidence, DRAFTER, is_choice)
+                self._calibrator.observe(child.rank, child.depth, child.confidence, self._drafter, is_choice)
             if token not in node.children:
                 return
             node = node.children[token]
@@ -335,7 +355,7 @@ class DraftSession:
             nodes,
             session=self.id,
             is_exhausted=True,
-            drafter=DRAFTER,
+            drafter=self._drafter,
             draft_step=step.number,
             draft_step_ms=time.step_ms / max(time.num_steps, 1),
             draft_share_ms=time.share_ms,

@@ -3,7 +3,8 @@
 Owns: sessions, KV slots, the order "receive all, plan, compute, push". Called on one thread only, except `heartbeat`.
 Must not know: gRPC, asyncio, torch. It never waits: `run_once` says when it wants to be called again.
 
-A draft worker's word is a hint, so nothing here can change an answer; what goes wrong in one session ends that session
+A draft worker's word is a hint, so nothing here can change an answer (under the rejection rule: its distribution, if
+what was sent is what was drawn from); what goes wrong in one session ends that session
 and no other.
 """
 
@@ -33,7 +34,6 @@ from specpipe.types import (
     Heartbeat,
     NeedTokens,
     Open,
-    Rule,
     SessionMessage,
 )
 
@@ -173,8 +173,6 @@ class DraftLoop:
             raise DuplicateRequestError(f"session {opened.session} is open on this draft worker")
         if not opened.tokens:
             raise InvalidRequestError(f"session {opened.session} has no tokens")
-        if opened.speculation.rule is not Rule.COUPLED:
-            raise InvalidRequestError(f"rule {opened.speculation.rule.value} is not available yet")
         if len(self._sessions) >= self._max_sessions:
             raise CapacityError(f"this draft worker has {self._max_sessions} sessions, its limit")
         session = DraftSession(
@@ -218,7 +216,7 @@ class DraftLoop:
             return
         session.next_budget = commit.next_budget
         if new := commit.tokens[len(overlap) :]:
-            self._pool.release(session.commit(new))
+            self._pool.release(session.commit(new, commit.origins[len(overlap) :]))
         session.is_finished = session.is_finished or commit.finish_reason is not None
         if not session.can_draft:
             self._stop(session)

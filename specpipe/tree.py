@@ -7,74 +7,35 @@ ids.
 Receiving is a union by path, and a join: what a tree holds after a set of extensions does not depend on their order or
 repetition while no bound is hit. A node received twice keeps the larger confidence and the earlier draft step;
 children are ranked by confidence, falling, then by token id.
+
+Under the rejection rule a node may have one *sampled* child, with the proposal that it was drawn from. It is ranked
+first and keeps the confidence that came with the proposal. The first proposal grafted at a node stays (two draft
+workers may draw differently: there, alone, order matters).
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specpipe.errors import InvariantError
 from specpipe.extensions import validate_extension
-from specpipe.types import Extension
+from specpipe.node import Node
+from specpipe.types import Extension, Proposal
+
+__all__ = [
+    "Advance",
+    "DraftTree",
+    "Estimate",
+    "Graft",
+    "GraftOutcome",
+    "Node",
+    "confidence_as_is",
+]
 
 Estimate = Callable[[int, int, float, str], float]
 """(rank, depth, confidence, drafter) -> probability that the node is the target's choice if its parent is committed."""
-
-
-class Node:
-    """One guessed token. Position in the whole sequence: base + depth - 1.
-
-    `slot`, `is_verified` and `is_sent` belong to the worker that holds the tree; the tree itself never reads them.
-    """
-
-    __slots__ = (
-        "children",
-        "confidence",
-        "depth",
-        "draft_step",
-        "drafter",
-        "estimate",
-        "is_sent",
-        "is_verified",
-        "parent",
-        "rank",
-        "reach",
-        "slot",
-        "token",
-    )
-
-    def __init__(self, parent: Node | None, token: int, confidence: float, drafter: str, draft_step: int) -> None:
-        self.parent = parent
-        self.token = token
-        self.confidence = confidence  # as the drafter said
-        self.drafter = drafter
-        self.draft_step = draft_step  # the draft step that made it; 0: unknown
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.rank = 0  # among its parent's children
-        self.estimate = 1.0  # calibrated probability given that the parent is committed
-        self.reach = 1.0  # product of estimates along the path: estimated probability of being committed
-        self.children: dict[int, Node] = {}  # by token, in rank order
-        self.slot: int | None = None
-        self.is_verified = False
-        self.is_sent = False
-
-    def __repr__(self) -> str:
-        return f"Node(path={[node.token for node in self.path()]}, rank={self.rank}, reach={self.reach:.3g})"
-
-    def path(self) -> list[Node]:
-        """Nodes from the one below the root down to this one; empty for the root."""
-        nodes = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    @property
-    def _order(self) -> tuple[float, int]:
-        return -self.confidence, self.token
 
 
 class GraftOutcome(enum.Enum):
@@ -180,7 +141,12 @@ class DraftTree:
         draft_step_ms: float = 0.0,
         draft_share_ms: float = 0.0,
     ) -> Extension:
-        """`nodes` and all their ancestors as an extension: parents before children, siblings in rank order."""
+        """`nodes` and all their ancestors as an extension: parents before children, siblings in rank order.
+
+        A proposal travels with the sampled child when that is one of `nodes`, not again when it is an ancestor: so
+        whether the receiver has it does not depend on what grew below the token drawn.
+        """
+        nodes = list(nodes)
         chosen = self._sorted_with_ancestors(nodes)
         index = {id(self.root): 0} | {id(node): 1 + i for i, node in enumerate(chosen)}
         return Extension(
@@ -194,6 +160,7 @@ class DraftTree:
             draft_step=draft_step,
             draft_step_ms=draft_step_ms,
             draft_share_ms=draft_share_ms,
+            proposals=_proposals_of(nodes, index),
         )
 
     def nodes(self) -> Iterator[Node]:
@@ -222,7 +189,8 @@ class DraftTree:
         slots: set[int] = set()
         for node in (self.root, *self.nodes()):
             count += 1
-            if not (node is self.root or self._is_sound(node)) or not _is_ranked(node):
+            is_complete = node.proposal is None or node.sampled_child is not None
+            if not (node is self.root or self._is_sound(node)) or not _is_ranked(node) or not is_complete:
                 raise InvariantError(f"draft tree: unsound or badly ranked at {node!r}")
             if node.slot is not None:
                 if node.slot in slots:
@@ -250,11 +218,13 @@ class DraftTree:
         is_on_path = False
         # Per extension index, 0 first: the tree's node, or how many of `since` are matched there, or None (off path)
         places: list[Node | int | None] = [0 if since else self.root]
+        proposals = {(proposal.parent, proposal.token): proposal for proposal in extension.proposals}
         for parent, token, confidence in zip(extension.parents, extension.tokens, extension.confidences, strict=True):
             place = places[parent]
             if isinstance(place, Node):
                 is_on_path = True
-                places.append(self._join(place, token, confidence, extension, added))
+                proposal = proposals.get((parent, token))
+                places.append(self._join(place, token, confidence, proposal, extension, added))
             elif place is not None and token == since[place]:
                 places.append(place + 1 if place + 1 < len(since) else self.root)
             else:
@@ -262,8 +232,21 @@ class DraftTree:
         return is_on_path
 
     def _join(
-        self, parent: Node, token: int, confidence: float, extension: Extension, added: list[Node]
+        self,
+        parent: Node,
+        token: int,
+        confidence: float,
+        proposal: Proposal | None,
+        extension: Extension,
+        added: list[Node],
     ) -> Node | None:
+        if proposal is not None and parent.proposal is None and self._has_room(parent):
+            # NOTE: there must be room for a node even if a child with this token is there: whether a sampled child is
+            # taken as one may not depend on which token was drawn.
+            parent.proposal = proposal
+            if (child := parent.children.get(token)) is not None:
+                child.confidence, child.drafter = confidence, extension.drafter
+                self._rank_children(parent, changed=child)
         child = parent.children.get(token)
         if child is None:
             child = self._create(parent, token, confidence, extension.drafter, extension.draft_step)
@@ -272,20 +255,24 @@ class DraftTree:
             return child
         if 0 < extension.draft_step < child.draft_step or child.draft_step == 0:
             child.draft_step = extension.draft_step
-        if (-confidence, extension.drafter) < (-child.confidence, child.drafter):
+        if not child.is_sampled and (-confidence, extension.drafter) < (-child.confidence, child.drafter):
             child.confidence, child.drafter = confidence, extension.drafter
             self._rank_children(parent, changed=child)
         return child
 
+    def _has_room(self, parent: Node) -> bool:
+        """Whether a new node may hang below `parent`."""
+        return self.num_nodes < self.max_nodes and parent.depth < self.max_depth
+
     def _create(self, parent: Node, token: int, confidence: float, drafter: str, draft_step: int) -> Node | None:
-        if self.num_nodes >= self.max_nodes or parent.depth >= self.max_depth:
+        if not self._has_room(parent):
             return None
         child = Node(parent, token, confidence, drafter, draft_step)
         last = next(reversed(parent.children.values()), None)
         child.rank = len(parent.children)
         parent.children[token] = child
         self.num_nodes += 1
-        if last is None or last._order < child._order:
+        if last is None or last.order < child.order:
             self._weigh(child)
         else:
             self._rank_children(parent, changed=child)
@@ -293,7 +280,7 @@ class DraftTree:
 
     def _rank_children(self, parent: Node, *, changed: Node) -> None:
         """Restore rank order after `changed` came or grew surer; weigh anew whatever that moved."""
-        ranked = sorted(parent.children.values(), key=lambda child: child._order)
+        ranked = sorted(parent.children.values(), key=lambda child: child.order)
         parent.children = {child.token: child for child in ranked}
         for rank, child in enumerate(ranked):
             if child.rank != rank or child is changed:
@@ -325,6 +312,7 @@ class DraftTree:
         dropped = [node for node in self.nodes() if id(node) not in on_path]
         self.num_nodes -= len(dropped) + len(path)
         self.root = _create_root()
+        self.root.proposal = end.proposal if keeps_subtree else None
         self._adopt(kept)
         return dropped
 
@@ -349,6 +337,15 @@ class DraftTree:
         return sorted(chosen.values(), key=lambda node: (node.depth, node.rank))
 
 
+def _proposals_of(nodes: Iterable[Node], index: dict[int, int]) -> tuple[Proposal, ...]:
+    """Proposals of those nodes that were sampled; `index` gives the extension's number of a node by its id()."""
+    return tuple(
+        replace(node.parent.proposal, parent=index[id(node.parent)])
+        for node in nodes
+        if node.is_sampled and node.parent is not None and node.parent.proposal is not None
+    )
+
+
 def _create_root() -> Node:
     return Node(None, -1, 1.0, "", 0)
 
@@ -368,7 +365,7 @@ def _below(top: Node) -> Iterator[Node]:
 def _is_ranked(parent: Node) -> bool:
     previous: Node | None = None
     for rank, child in enumerate(parent.children.values()):
-        if child.rank != rank or (previous is not None and previous._order >= child._order):
+        if child.rank != rank or (previous is not None and previous.order >= child.order):
             return False
         previous = child
     return True

@@ -152,7 +152,7 @@ class WorkerStream:
                 self._wake.clear()
                 while (batch := self.outbox.take()) is not None:
                     await self._ends.write(self._ends.wrap(batch=codec.batch_to_pb(batch)))
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             logger.debug("cannot write: %s", error)  # the reader learns why, and ends the stream
 
     async def _watch(self) -> None:

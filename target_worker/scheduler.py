@@ -16,6 +16,9 @@ from target_worker.costs import StepCosts
 MAX_STEP_MS = 500.0  # no step is longer for the sake of prompts: it bounds message gaps and cancellation
 MIN_CHUNK = 8  # prompt tokens that a step takes at least while anyone waits
 MIN_REACH = 1e-3  # a node less likely than this cannot pay for its row
+MIN_BLIND_REACH = 0.03  # the same where the tree may not be looked at: it bounds the nodes of a depth to 33
+MAX_BLIND_SLOWDOWN = 2.0  # a step of one session that chooses blindly takes at most this many times its plain time
+BLIND_TOKENS = 2.0  # tokens that a round of such a session is taken to give
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,7 @@ class Candidate:
     length: int  # committed tokens, which every row of it attends to
     max_depth: int  # deepest node that may be verified (K, or what is left of the answer); 0: none
     is_fixed: bool = False  # sync: all nodes within max_depth are verified, whatever they cost
+    is_blind: bool = False  # rejection rule: whether a node is verified may not depend on which token was drawn there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,14 @@ def select_nodes(
             max_nodes -= len(chosen[i])
             expected += sum(node.reach for node in chosen[i])
             load = load.plus(len(chosen[i]), candidate.length * len(chosen[i]))
+    blind = [i for i, candidate in enumerate(candidates) if candidate.is_blind and not candidate.is_fixed]
+    if blind:
+        limit, least_reach = _blind_bounds([candidates[i] for i in blind], load, costs, max_slowdown)
+    for i in blind:
+        chosen[i] = _blind_nodes(candidates[i], least_reach, min(limit, max_nodes))
+        max_nodes -= len(chosen[i])
+        expected += sum(node.reach for node in chosen[i])
+        load = load.plus(len(chosen[i]), candidates[i].length * len(chosen[i]))
     order = _best_first(candidates, max_nodes)
     gains = [(node.reach, candidates[i].length + node.depth) for i, node in order]
     for i, node in order[: _best_length(gains, expected, load, costs, max_slowdown)]:
@@ -147,7 +159,7 @@ def _best_first(candidates: Sequence[Candidate], limit: int) -> list[tuple[int, 
                     heapq.heappush(heap, (-child.reach, next(count), i, child))
 
     for i, candidate in enumerate(candidates):
-        if not candidate.is_fixed:
+        if not (candidate.is_fixed or candidate.is_blind):
             push_children(i, candidate.root)
     while heap and len(order) < limit:
         _, _, i, node = heapq.heappop(heap)
@@ -164,6 +176,53 @@ def _fixed_nodes(candidate: Candidate, max_nodes: int) -> list[Node]:
         level = [child for node in level for child in node.children.values() if child.depth <= candidate.max_depth]
         nodes += level
     return nodes[: max(0, min(max_nodes, 2 * candidate.max_depth))]
+
+
+def _blind_bounds(
+    candidates: Sequence[Candidate], load: Load, costs: StepCosts, max_slowdown: float | None
+) -> tuple[int, float]:
+    """Nodes that each of these sessions may verify at most, and the least reach of one that pays for its row.
+
+    Decided by costs and load alone, before any tree is looked at.
+    """
+    count, length = len(candidates), max(candidate.length for candidate in candidates)
+    plain = costs.estimate(load.rows, load.attended)
+    limit, step = 0, plain
+    for nodes in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48):
+        longer = costs.estimate(load.rows + count * nodes, load.attended + count * nodes * length)
+        if longer > plain * (max_slowdown or MAX_BLIND_SLOWDOWN):
+            break
+        limit, step = nodes, longer
+    row_ms = (step - plain) / max(1, count * limit)
+    tokens_per_ms = BLIND_TOKENS * count / max(step + costs.gap_ms, 1e-9)
+    return limit, max(MIN_BLIND_REACH, row_ms * tokens_per_ms)
+
+
+def _blind_nodes(candidate: Candidate, least_reach: float, limit: int) -> list[Node]:
+    """Nodes of at least that reach: the chain of sampled children first, then the likeliest others.
+
+    The reach of a node is made of its ancestors and of the distributions that these and it were drawn from, and a
+    threshold does not ask what else there is. So whether a sampled child is verified does not depend on which token
+    was drawn for it, nor on what grew below it, as it would if the prefix of most tokens per millisecond were taken.
+    """
+    chain: list[Node] = []
+    node = candidate.root.sampled_child
+    while node is not None and len(chain) < limit and _is_blindly_worth(node, candidate, least_reach):
+        chain.append(node)
+        node = node.sampled_child
+    worth = []
+    level = [candidate.root]
+    while level:
+        children = [child for node in level for child in node.children.values()]
+        level = [child for child in children if _is_blindly_worth(child, candidate, least_reach)]
+        worth += level
+    in_chain = set(chain)
+    others = sorted((node for node in worth if node not in in_chain), key=lambda node: (-node.reach, node.depth))
+    return sorted(chain + others[: limit - len(chain)], key=lambda node: node.depth)
+
+
+def _is_blindly_worth(node: Node, candidate: Candidate, least_reach: float) -> bool:
+    return node.depth <= candidate.max_depth and node.reach >= least_reach
 
 
 def _largest_chunk(most: int, num_computed: int, load: Load, costs: StepCosts, limit: float) -> int:

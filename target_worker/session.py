@@ -18,6 +18,7 @@ from specpipe.calibration import Calibrator
 from specpipe.errors import CapacityError, InvalidRequestError
 from specpipe.ngram import NgramDrafter
 from specpipe.sampling.coupled import Chooser
+from specpipe.sampling.rejection import Judge, certain_draws
 from specpipe.tree import DraftTree, GraftOutcome, Node
 from specpipe.types import (
     Commit,
@@ -89,6 +90,8 @@ class Session:
         )
         self._calibrator = calibrator
         self._chooser = Chooser(opened.sampling, limits.info.vocab_size)
+        is_rejection = opened.speculation.rule is Rule.REJECTION
+        self._judge = Judge(opened.sampling, limits.info.vocab_size) if is_rejection else None
         self._origins: list[Origin] = []  # of the tokens committed here
         self._ngram = self._open_ngram()
         self._is_ngram_fresh = False
@@ -119,6 +122,11 @@ class Session:
         return max(0, min(wanted, left))
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether drafted tokens are draws, so that what is verified may not depend on which they are."""
+        return self._judge is not None and self.opened.sampling.temperature > 0.0
+
+    @property
     def has_draft(self) -> bool:
         """Whether the round may begin: sync wants its whole chain, pipelined any node, unless no more will come."""
         if self.max_depth == 0 or self.mode is Mode.OFF or self.opened.speculation.drafter == "ngram":
@@ -147,6 +155,7 @@ class Session:
         self._is_ngram_fresh = True
         limit = self.max_depth if self.mode is Mode.SYNC else NGRAM_NODES
         parents, tokens, confidences = self._ngram.grow(limit)
+        proposals = certain_draws(parents, tokens) if self._judge is not None else ()
         self._graft(
             Extension(
                 session=self.session,
@@ -155,6 +164,7 @@ class Session:
                 tokens=tuple(tokens),
                 confidences=tuple(confidences),
                 drafter="ngram",
+                proposals=proposals,
             )
         )
 
@@ -166,7 +176,10 @@ class Session:
         base = len(self.tokens)
 
         def choose(node: Node) -> int:
-            return self._chooser.choose(logits[rows.get(node, root_row)], base + node.depth)
+            row, position = logits[rows.get(node, root_row)], base + node.depth
+            if self._judge is None:
+                return self._chooser.choose(row, position)
+            return self._judge.choose(row, position, node.proposal if node.sampled_child in rows else None)
 
         return walk(self.tree.root, rows, choose, base=base, stops=self.stops, has_rows=bool(rows))
 
@@ -174,7 +187,7 @@ class Session:
         """Make a walk's tokens final and return what to say about it. Slots of nodes off the path are the caller's."""
         self.round += 1
         self._count_round(result, rows, step_ms, gap_ms)
-        self._calibrate(result)
+        self._calibrate(result, rows)
         for node in rows:
             node.is_verified = True
         steps = {node.draft_step for node in rows if node.draft_step > 0}
@@ -241,7 +254,7 @@ class Session:
         return depth
 
     def _count_round(self, result: Walk, rows: Mapping[Node, int], step_ms: float, gap_ms: float) -> None:
-        judged = [(node, choice) for node, choice in result.walked if has_verified_child(node, rows)]
+        judged = [(node, choice) for node, choice in result.walked if self._is_judged(node, rows)]
         is_counted = self.round > 1 and self.max_depth > 0
         is_hit = bool(self.tree.root.children)
         self.stats += RoundStats(
@@ -258,9 +271,16 @@ class Session:
             num_gaps=1,
         )
 
-    def _calibrate(self, result: Walk) -> None:
-        """Every child of a walked node that was known when the step began, verified or not."""
+    def _is_judged(self, node: Node, rows: Mapping[Node, int]) -> bool:
+        """Whether the choice at a walked node says if the draft's first guess was right."""
+        return node.sampled_child in rows if self.is_drawn else has_verified_child(node, rows)
+
+    def _calibrate(self, result: Walk, rows: Mapping[Node, int]) -> None:
+        """Every child of a walked node that was known when the step began, verified or not; but a draw only where it
+        was tested."""
         for node, choice in result.walked:
+            if self.is_drawn and not self._is_judged(node, rows):
+                continue
             for child in node.children.values():
                 self._calibrator.observe(
                     child.rank, child.depth, child.confidence, child.drafter, child.token == choice
@@ -271,8 +291,6 @@ def check_open(opened: Open, limits: Limits) -> None:
     """Raise InvalidRequestError or NeverFitsError unless a session can be made of this Open."""
     _check_tokens(opened, limits.info)
     _check_sampling(opened)
-    if opened.speculation.rule is Rule.REJECTION:
-        raise InvalidRequestError("rule rejection is not available yet; use coupled")
     if opened.speculation.drafter not in ("", "model", "ngram", "none"):
         raise InvalidRequestError(f"drafter must be model, ngram or none, got {opened.speculation.drafter!r}")
     wanted = opened.speculation.num_speculative_tokens

@@ -49,6 +49,7 @@ class SessionStep:
             length=len(session.tokens),
             max_depth=session.max_depth,
             is_fixed=session.mode is Mode.SYNC,
+            is_blind=session.is_drawn,
         )
 
     def rows(self) -> SessionRows:

@@ -5,6 +5,7 @@ Owns: registration and exit codes. Each subcommand's body lives in a module of i
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -41,11 +42,12 @@ app.command("target-worker")(target_worker)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
+    _open_missing_streams()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_stdout()
+    except OSError as error:
+        code = _output_failed(error)
     sys.exit(code)
 
 
@@ -63,9 +65,25 @@ def run(arguments: list[str]) -> int:
         return int(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # who read our output has enough
-        _drop_stdout()
-        return EXIT_FAILED
+    except OSError as error:
+        return _output_failed(error)
+
+
+def _output_failed(error: OSError) -> int:
+    """For what the system says of a write that fails; any other error is raised again."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF):
+        raise error
+    _drop_stdout()
+    if not isinstance(error, BrokenPipeError):  # else who read it has enough
+        say_error(f"the output cannot be written: {error.strerror or error}")
+    return EXIT_FAILED
+
+
+def _open_missing_streams() -> None:
+    """Started with stdout or stderr closed, the interpreter has None there. What is written there then is lost."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
 
 
 def _drop_stdout() -> None:

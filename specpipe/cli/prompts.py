@@ -63,7 +63,7 @@ def requests_of_texts(texts: Sequence[str], flags: GenerateRequest, *, is_chat: 
 def requests_of_file(path: Path, flags: GenerateRequest, *, is_chat: bool) -> list[GenerateRequest]:
     """One request a line; empty lines are skipped. Raises ConfigError for the first line that is not understood."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"the prompts file {path} cannot be read: {reason}") from error

@@ -18,7 +18,7 @@ import enum
 import functools
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,9 +51,13 @@ def position_key(seed: int, choice: int, position: int, purpose: Purpose = Purpo
     return int.from_bytes(hashlib.blake2b(text).digest()[:8], "little")
 
 
-def uniform(seed: int, choice: int, position: int, purpose: Purpose) -> float:
-    """One number in (0, 1) for a position and a purpose: (top 53 bits of the key + 0.5) / 2^53, at most 1 - 2^-53."""
-    key = position_key(seed, choice, position, purpose)
+def uniform(seed: int, choice: int, position: int, purpose: Purpose, context: Sequence[int] = ()) -> float:
+    """One number in (0, 1): (top 53 bits of the key + 0.5) / 2^53, at most 1 - 2^-53.
+
+    The key hashes `context` (token ids) after the four numbers: nodes at one position have numbers of their own.
+    """
+    text = struct.pack(f"<{4 + len(context)}Q", seed & _MASK, choice, position, purpose, *context)
+    key = int.from_bytes(hashlib.blake2b(text).digest()[:8], "little")
     return min(((key >> 11) + 0.5) * 2.0**-53, _LARGEST_U)
 
 

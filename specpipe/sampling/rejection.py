@@ -8,13 +8,17 @@ u x draft_prob < target_prob, strictly; else the choice is drawn from the positi
 or from target_probs where that is empty. Where no child is tested the choice is drawn from target_probs. Either way the
 choice is a sample of target_probs, provided that whether the child is tested does not depend on which token it is.
 
-Uniform numbers belong to (seed, choice, position, purpose): one for the draw, one for the test, one for what is drawn
-when no test was passed. A position is decided once, so none is used twice.
+Uniform numbers belong to (seed, choice, position, purpose): one for the test, one for what is drawn when no test was
+passed. A position is decided once, so none is used twice. The draft draws at many nodes of one position; their numbers
+depend on the text before them as well. Were they the same, a node's draw would be known from its cousin's, and what
+grew below the cousin had its say in whether the node is there in time to be tested.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +32,8 @@ from specpipe.types import Proposal, SamplingParams
 Logits = npt.NDArray[np.float32]
 Shares = npt.NDArray[np.float64]
 
+CONTEXT = 16  # tokens before a node that its draw's uniform number depends on
+
 _FIRST_COVERAGE = 0.45  # of what is expected to be rejected: how often the first other child is the choice ...
 _NEXT_COVERAGE = 0.45  # ... and each further one, as a share of the one before
 
@@ -40,8 +46,10 @@ class Proposer:
         self._vocab_size = vocab_size
         self._ranker = Chooser(params, vocab_size)
 
-    def propose(self, logits: Logits, position: int, count: int) -> tuple[Proposal, list[tuple[int, float]]]:
-        """What to draft for `position` from the logits [vocab] of the row before it.
+    def propose(
+        self, logits: Logits, position: int, count: int, *, text: Sequence[int] = ()
+    ) -> tuple[Proposal, list[tuple[int, float]]]:
+        """What to draft for `position` from the logits [vocab] of the row before it; `text` ends with that row's token.
 
         Returns the proposal (its parent is 0, to be filled in) and up to `count` children (token, confidence): the
         sampled one, then the likeliest others. Above temperature 0 confidences are functions of the distribution
@@ -56,7 +64,7 @@ class Proposer:
         allowed = _largest(processed, MAX_PROPOSAL_TOKENS)
         allowed = allowed[np.isfinite(processed[allowed])]
         probs = _normalised(processed[allowed])
-        u = uniform(self._params.seed, self._params.choice, position, Purpose.DRAFT_SAMPLE)
+        u = uniform(self._params.seed, self._params.choice, position, Purpose.DRAFT_SAMPLE, text[-CONTEXT:])
         index = draw(probs.astype(np.float64), u)
         proposal = Proposal(parent=0, tokens=tuple(allowed.tolist()), probs=tuple(probs.tolist()), index=index)
         near = _largest(logits, count).tolist()
@@ -94,6 +102,14 @@ class Judge:
 def certain(token: int) -> Proposal:
     """The proposal of a drafter that does not draw: probability 1 on its token."""
     return Proposal(parent=0, tokens=(token,), probs=(1.0,), index=0)
+
+
+def certain_draws(parents: Sequence[int], tokens: Sequence[int]) -> tuple[Proposal, ...]:
+    """Proposals of a drafter that does not draw, for an extension's nodes: the first named child of each node."""
+    first: dict[int, int] = {}
+    for parent, token in zip(parents, tokens, strict=True):
+        first.setdefault(parent, token)
+    return tuple(replace(certain(token), parent=parent) for parent, token in first.items())
 
 
 def target_shares(logits: Logits, params: SamplingParams) -> Shares:

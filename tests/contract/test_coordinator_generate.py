@@ -28,7 +28,7 @@ from specpipe.errors import (
 )
 from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc
 from specpipe.server import create_channel
-from specpipe.types import FinishReason, Mode, Origin, Rule
+from specpipe.types import FinishReason, Mode, Origin
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -235,7 +235,6 @@ BAD = [
     ({"stop_token_ids": (2**62,)}, "stop_token_ids"),
     ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
     ({"num_speculative_tokens": 10**6}, "num_speculative_tokens"),
-    ({"rule": Rule.REJECTION}, "not available yet"),
     ({"request_id": "x" * 257}, "request_id"),
 ]
 

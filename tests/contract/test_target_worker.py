@@ -29,7 +29,6 @@ from specpipe.types import (
     NeedTokens,
     Open,
     Origin,
-    Rule,
     SamplingParams,
     SpeculationParams,
     StopRules,
@@ -196,7 +195,7 @@ async def test_a_refused_open_ends_itself_and_nothing_else(folder: Path, expecte
     async with worker(folder) as link:
         answers = Answers(link)
         opened = create_open(1)
-        answers.open(replace(opened, speculation=replace(opened.speculation, rule=Rule.REJECTION)))
+        answers.open(replace(opened, adapter="another"))
         answers.open(create_open(2))
         await answers.until_closed(1, 2)
     [failed] = [message for message in answers.messages if isinstance(message, Failed)]

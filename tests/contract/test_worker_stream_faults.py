@@ -5,6 +5,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import grpc.aio
 import pytest
 from fake_step_loop import (
     HELLO,
@@ -308,6 +309,31 @@ async def test_a_peer_that_leaves_while_we_write_ends_the_stream_quietly():
                     link.send(an_open(session))
         await until(lambda: worker.service.num_links == 0)
         await until(lambda: worker.loop.sessions == {})
+
+
+@pytest.mark.parametrize("kind", [grpc.aio.BaseError, grpc.aio.InternalError, grpc.aio.UsageError])
+async def test_a_write_that_fails_leaves_it_to_the_reader_to_say_why(kind):
+    """gRPC raises InternalError (ExecuteBatchError) where the connection breaks under a write."""
+    has_written = asyncio.Event()
+
+    async def read_end():
+        await has_written.wait()
+        return END
+
+    async def write(_):
+        has_written.set()
+        raise kind("broken")
+
+    ends = Ends(
+        read=read_end,
+        write=write,
+        wrap=WIRES["draft"].request,
+        heartbeat=Heartbeat,
+        on_batch=None,
+        on_silence=None,
+    )
+    async with asyncio.timeout(10):
+        await WorkerStream(ends, limits=codec.Limits(), timing=Timing()).run(Outbox())
 
 
 async def exhaust(link):

@@ -9,7 +9,6 @@ import pytest
 
 from specpipe.client import Chunk, GenerateClient, GenerateRequest
 from specpipe.errors import DuplicateRequestError, InvalidRequestError, ModelNotFoundError, SpecpipeError
-from specpipe.types import Rule
 
 GOOD = GenerateRequest(prompt="def", temperature=0, max_tokens=4, ignore_eos=True)
 NAN = float("nan")
@@ -38,7 +37,6 @@ BAD: dict[str, tuple[GenerateRequest, type[SpecpipeError]]] = {
     "stop id of 63 bits": (replace(GOOD, stop_token_ids=(2**63 - 1,)), InvalidRequestError),
     "empty stop": (replace(GOOD, stop=("",)), InvalidRequestError),
     "K 0": (replace(GOOD, num_speculative_tokens=0), InvalidRequestError),
-    "rejection is not there yet": (replace(GOOD, rule=Rule.REJECTION), InvalidRequestError),
     "unknown model": (replace(GOOD, model="no-such-model"), ModelNotFoundError),
 }
 

@@ -215,3 +215,13 @@ async def test_a_terminal_shows_drafted_tokens_in_another_colour_than_the_target
     await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(*EVENTS))
     shown = capsys.readouterr().out
     assert shown.startswith("\x1b[32m[b]o\x1b[0m\x1b[1mne\x1b[0m\x1b[1m two\x1b[0m\n")
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-", ">&- 2>&-"])
+def test_an_output_that_cannot_be_written_is_no_stack_trace(redirection: str) -> None:
+    command = f"{sys.executable} -m specpipe --help {redirection}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    if redirection == ">/dev/full":
+        assert (ended.returncode, ended.stderr) == (1, "error: the output cannot be written: No space left on device\n")
+    else:
+        assert (ended.returncode, ended.stderr) == (0, "")

@@ -20,7 +20,7 @@ from draft_harness import (
 from draft_worker.scheduler import StepRules
 from specpipe.errors import ErrorCode
 from specpipe.testing import TableModel
-from specpipe.types import Closed, Extension, Failed, FinishReason, Mode, NeedTokens, Rule, SpeculationParams
+from specpipe.types import Closed, Extension, Failed, FinishReason, Mode, NeedTokens
 
 PROMPT = (1, 2, 3)
 
@@ -448,16 +448,6 @@ class TestLimits:
         harness.run()
         assert not harness.session(2).is_parked
         assert harness.take_extensions()
-
-    def test_rejection_is_not_available_yet(self) -> None:
-        harness = Harness(TableModel(seed=13))
-        opened = open_message()
-        object.__setattr__(opened, "speculation", SpeculationParams(rule=Rule.REJECTION))
-        harness.receive(opened)
-        failed, _ = harness.take()
-        assert isinstance(failed, Failed)
-        assert failed.code is ErrorCode.INVALID_ARGUMENT
-        assert "not available yet" in failed.message
 
 
 class TestFaults:

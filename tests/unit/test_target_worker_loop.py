@@ -31,7 +31,6 @@ from specpipe.types import (
     NeedTokens,
     Open,
     Origin,
-    Rule,
 )
 
 
@@ -453,13 +452,6 @@ def test_an_open_that_cannot_work_is_refused(
 def test_sampling_out_of_range_is_refused(table: TableModel, sampling: dict[str, float]) -> None:
     failed = refused(Simulator(table), create_open(1, **sampling))  # type: ignore[arg-type]
     assert failed.code is ErrorCode.INVALID_ARGUMENT
-
-
-def test_the_rejection_rule_is_not_there_yet(table: TableModel) -> None:
-    opened = create_open(1)
-    failed = refused(Simulator(table), replace(opened, speculation=replace(opened.speculation, rule=Rule.REJECTION)))
-    assert failed.code is ErrorCode.INVALID_ARGUMENT
-    assert "not available yet" in failed.message
 
 
 def test_what_can_never_fit_is_refused_for_good() -> None:
