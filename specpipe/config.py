@@ -66,9 +66,14 @@ class TargetWorkerConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     engine: EngineConfig
     tensor_parallel_size: int = 1  # ranks of this worker
+    rank_cores: tuple[int, ...] = ()  # CPU cores of the ranks after the first, which has engine.core; may be fewer
     max_nodes: int = 256  # nodes held of one session's draft tree
     max_shared_slowdown: float = 1.25  # a step shared by sessions may take this many times its plain time
     max_prefill_slowdown: float = 2.0  # a step with prefill may take this many times its decode part
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,6 +144,10 @@ class ModelThread:
             self._is_stopping = True
             self._condition.notify()
 
+    def fail(self, error: BaseException) -> None:
+        """Thread-safe: what the thread needs is lost, and it may be stuck. `failure` holds `error` without it."""
+        self._call_soon(self._finish, error)
+
     def _mark(self, link: int, change: Callable[[_Link], object]) -> None:
         with self._condition:
             state = self._links.get(link)
@@ -215,6 +219,8 @@ class ModelThread:
             step_loop.receive(number, Close(session=message.session, reason=str(error)))
 
     def _finish(self, error: BaseException | None) -> None:
+        if self.failure.done():
+            return
         if not self._ready.done():
             self._ready.set_exception(error or RuntimeError("the model thread stopped before it was ready"))
             self._ready.exception()  # whoever asks sees it; nobody has to

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import select
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -60,13 +61,13 @@ class Lifecycle:
         self.hurry.set()
         self.request_stop()
 
-    def announce(self, address: str) -> None:
-        """Tell the parent that this process serves on `address` (HOST:PORT)."""
+    def announce(self, address: str, companions: Sequence[int] = ()) -> None:
+        """Tell the parent that this process serves on `address` (HOST:PORT), and the pids of its companions."""
         logger.info("serving on %s", address)
         fd = self._config.ready_fd
         if fd is not None:
             with contextlib.suppress(BrokenPipeError):  # the parent is gone: parent_fd says so too
-                os.write(fd, f"{address}\n".encode())
+                os.write(fd, f"{' '.join([address, *map(str, companions)])}\n".encode())
             os.close(fd)
 
     async def unless_stopped(self, work: Awaitable[object]) -> bool:
@@ -110,9 +111,10 @@ async def serve_until_stopped(
     *,
     drain: Callable[[], Awaitable[object]],
     failure: asyncio.Future[None] | None = None,
+    companions: Sequence[int] = (),
 ) -> int:
     """Announce `address`, wait until told to end, drain. Returns the exit code; raises what `failure` holds."""
-    life.announce(address)
+    life.announce(address, companions)
     ended = failure if failure is not None else asyncio.get_running_loop().create_future()
     if await life.unless_stopped(asyncio.shield(ended)):
         raise SpecpipeError("the service ended by itself")
@@ -160,10 +162,16 @@ def set_up_process(*, core: int | None, num_threads: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     if core is not None:
-        allowed = os.sched_getaffinity(0)
+        allowed = cores_before_pinning()
         if core not in allowed:
             raise ConfigError(f"core {core} is not one of this process's cores: {sorted(allowed)}")
         os.sched_setaffinity(0, {core})
+
+
+@functools.cache
+def cores_before_pinning() -> frozenset[int]:
+    """Cores that this process might use when it was first asked: what a child of it may be pinned to."""
+    return frozenset(os.sched_getaffinity(0))
 
 
 def die_with_parent() -> None:

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from specpipe import codec
 from specpipe.config import ServerConfig
-from specpipe.errors import ErrorCode, InvalidRequestError, ModelMismatchError, WorkerUnavailableError
+from specpipe.errors import (
+    ErrorCode,
+    InvalidRequestError,
+    ModelMismatchError,
+    SpecpipeError,
+    WorkerUnavailableError,
+)
 from specpipe.link import messages_of
 from specpipe.model_thread import ModelThread, Send, StepLoop
 from specpipe.process import Lifecycle, lifecycle, serve_until_stopped
@@ -202,18 +208,30 @@ class _StreamOfCoordinator:
         self._thread.pause(self._link, is_paused)
 
 
+class Companions(Protocol):
+    """Other processes that a worker cannot do without."""
+
+    @property
+    def pids(self) -> Sequence[int]: ...
+
+    def watch(self, on_failure: Callable[[SpecpipeError], None]) -> None:
+        """From now on the loss of one is told, on any thread."""
+        ...
+
+
 async def serve_worker(
     kind: Kind,
     config: ServerConfig,
     create: Callable[[Send], tuple[Hello, StepLoop]],
     *,
     timing: Timing | None = None,
+    companions: Companions | None = None,
 ) -> int:
     """A whole worker process: take the port, load, serve until told to stop, drain. Returns the exit code.
 
     `create` runs on the model thread: it loads the model and makes the step loop. Health is NOT_SERVING and calls get
     UNAVAILABLE until it returns. Raises ConfigError if the port is taken (before loading), what `create` raised, or
-    what escaped from the step loop.
+    what escaped from the step loop, or why a companion was lost.
     """
     greeting: list[Hello] = []
 
@@ -229,24 +247,33 @@ async def serve_worker(
         service.add_to(server)
         await server.start()
         thread.start()
+        if companions is not None:
+            companions.watch(thread.fail)
         try:
             if not await life.unless_stopped(thread.wait_ready()):
                 return life.exit_code
             service.hello = greeting[0]
-            return await _serve(life, service, server, thread)
+            return await _serve(life, service, server, thread, companions.pids if companions else [])
         finally:
+            await server.set_serving(False)
             service.close()
             await server.stop(0.5)
             thread.stop()
             await asyncio.wait([thread.failure], timeout=2.0)
 
 
-async def _serve(life: Lifecycle, service: WorkerService, server: Server, thread: ModelThread) -> int:
+async def _serve(
+    life: Lifecycle, service: WorkerService, server: Server, thread: ModelThread, companions: Sequence[int]
+) -> int:
     await server.set_serving(service.is_healthy)
     health = asyncio.create_task(service.watch_health(server))
     try:
         return await serve_until_stopped(
-            life, server.address, drain=lambda: service.drain(server), failure=thread.failure
+            life,
+            server.address,
+            drain=lambda: service.drain(server),
+            failure=thread.failure,
+            companions=companions,
         )
     finally:
         health.cancel()

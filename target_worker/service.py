@@ -11,7 +11,7 @@ import time
 
 from specpipe.config import TargetWorkerConfig
 from specpipe.engine.interface import StepModel
-from specpipe.errors import ConfigError
+from specpipe.engine.parallel.group import RankGroup
 from specpipe.model_thread import Send
 from specpipe.types import Hello
 from specpipe.worker_service import serve_worker
@@ -26,20 +26,20 @@ MAX_MEASURING_S = 3.0
 async def serve(config: TargetWorkerConfig) -> int:
     """Serve one target worker; returns the process's exit code.
 
-    Raises ConfigError if it cannot start as configured, and whatever ended the model thread.
+    With several ranks this process is rank 0, and the others are its children: it has the server, the trees and all
+    decisions. Raises ConfigError if it cannot start as configured, whatever ended the model thread, and
+    WorkerUnavailableError if a rank is lost: a supervisor then starts this process, and so the whole group, again.
     """
-    # NOTE: the seam for several ranks. Rank 0 has this server, the trees and all decisions; the StepBatch that a step
-    # is made of is what it would announce to the others, behind the same StepModel interface.
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(f"tensor_parallel_size {config.tensor_parallel_size} is not available yet; use 1")
-    return await serve_worker("target", config.server, lambda send: _create(config, send))
+    if config.tensor_parallel_size == 1:
+        return await serve_worker("target", config.server, lambda send: _create(config, send, None))
+    with RankGroup(config.engine, config.tensor_parallel_size, config.rank_cores) as group:
+        group.start()
+        return await serve_worker("target", config.server, lambda send: _create(config, send, group), companions=group)
 
 
-def _create(config: TargetWorkerConfig, send: Send) -> tuple[Hello, TargetLoop]:
+def _create(config: TargetWorkerConfig, send: Send, group: RankGroup | None) -> tuple[Hello, TargetLoop]:
     """Load and measure. Runs on the model thread."""
-    from specpipe.engine.loader import load_model  # torch takes seconds to import: the port is taken before
-
-    model = load_model(config.engine)
+    model = _load(config, group)
     loop = create_loop(model, config, send)
     hello = Hello(
         protocol_version=0,  # filled in by the service
@@ -49,6 +49,14 @@ def _create(config: TargetWorkerConfig, send: Send) -> tuple[Hello, TargetLoop]:
         max_sessions=config.engine.max_sessions,
     )
     return hello, loop
+
+
+def _load(config: TargetWorkerConfig, group: RankGroup | None) -> StepModel:
+    if group is not None:
+        return group.load()
+    from specpipe.engine.loader import load_model  # torch takes seconds to import: the port is taken before
+
+    return load_model(config.engine)
 
 
 def create_loop(

@@ -7,8 +7,10 @@ import sys
 from specpipe import demo
 from specpipe.cli.failure import EXIT_OK
 from specpipe.cli.flags import ServiceFlags
-from specpipe.engine.folder import check_folder
+from specpipe.engine.folder import ModelFolder, check_folder
+from specpipe.engine.parallel.table import check_ranks
 from specpipe.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
+from specpipe.errors import UnsupportedModelError
 from specpipe.launcher.plan import NGRAM, NONE
 
 
@@ -26,12 +28,27 @@ def resolve_models(flags: ServiceFlags, *, is_drafting: bool) -> tuple[str, str]
     ModelMismatchError.
     """
     target = flags.target or str(demo.target_folder())
-    vocabulary = check_folder(target).vocabulary
+    folder = check_folder(target)
+    _check_ranks(folder, flags.tensor_parallel_size or 1)
+    vocabulary = folder.vocabulary
     draft = flags.draft or default_draft(vocabulary)
     if draft in (NGRAM, NONE) or not is_drafting:
         return target, draft
     check_same_vocabulary(vocabulary, check_folder(draft).vocabulary)
     return target, draft
+
+
+def check_ranks_fit(target: str, size: int) -> None:
+    """Raises ConfigError, with the numbers, or UnsupportedModelError if the model cannot be split into `size`."""
+    if size > 1:
+        _check_ranks(check_folder(target), size)
+
+
+def _check_ranks(folder: ModelFolder, size: int) -> None:
+    if size > 1 and folder.gguf is not None:
+        raise UnsupportedModelError(f"{folder.gguf}: a .gguf file cannot be split among ranks; use one rank")
+    names = folder.config.get("architectures") or [""]
+    check_ranks(str(names[0]), folder.config, size)
 
 
 def default_draft(target: Vocabulary) -> str:

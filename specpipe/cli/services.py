@@ -15,6 +15,7 @@ from typing import Annotated, Final, NoReturn
 from specpipe import demo
 from specpipe.cli.failure import exit_code_of, say_error
 from specpipe.cli.flags import EngineFlags, ServerFlags, SpeculationFlags, option, takes_flags
+from specpipe.cli.models import check_ranks_fit
 from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
 from specpipe.engine.folder import check_folder
 from specpipe.errors import ConfigError, SpecpipeError
@@ -49,6 +50,9 @@ class DraftFlags:
 class TargetFlags:
     model: Annotated[str | None, option("Target model: folder or hub name.  [demo pair]", "--model", "--target")] = None
     tensor_parallel_size: Annotated[int, option("Ranks.  [1]")] = 1
+    rank_core: Annotated[list[int], option("Core of the next rank after the first; may be repeated.")] = field(
+        default_factory=list
+    )
     max_nodes: Annotated[int, option("Nodes held of a session's draft tree.  [256]")] = 256
     max_shared_slowdown: Annotated[float, option("A shared step's time over its plain time.  [1.25]")] = 1.25
     max_prefill_slowdown: Annotated[float, option("A step's time with prefill over without.  [2]")] = 2.0
@@ -105,10 +109,13 @@ def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags) -
 def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags) -> int:
     """Verify and decode for coordinators that connect."""
     configure_logging(server.log_level)
+    engine_configured = engine_config(own.model or str(demo.target_folder()), engine)
+    check_ranks_fit(engine_configured.model, own.tensor_parallel_size)
     config = TargetWorkerConfig(
         server=server_config(server),
-        engine=engine_config(own.model or str(demo.target_folder()), engine),
+        engine=engine_configured,
         tensor_parallel_size=own.tensor_parallel_size,
+        rank_cores=tuple(own.rank_core),
         max_nodes=own.max_nodes,
         max_shared_slowdown=own.max_shared_slowdown,
         max_prefill_slowdown=own.max_prefill_slowdown,

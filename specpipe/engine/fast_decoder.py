@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from specpipe.engine.attention import Plan
-from specpipe.engine.linear import Linear, can_pack, fuse
+from specpipe.engine.linear import Linear, can_pack, combine_of, fuse
 
 FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
@@ -70,7 +70,7 @@ class FastDecoder:
         self.num_kv_heads: int = attention.k_proj.out_features // self.head_dim
         self.eps: float = body.norm.variance_epsilon
         self.embedding: Tensor = body.embed_tokens.weight
-        self.head = Linear(model.lm_head.weight)
+        self.head = Linear(model.lm_head.weight, combine=combine_of(model.lm_head))
         self.layers = [self._take_layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
         self.norm = self._take_norm(body.norm)
         self.rotary_emb = body.rotary_emb

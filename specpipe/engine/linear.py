@@ -11,6 +11,7 @@ computes in float32 whatever the dtype of its weights. Other float32 weights are
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,15 @@ _packed_product = getattr(torch.ops.quantized.linear_dynamic_fp16, "_op", torch.
 _MAX_ERROR = 2.0**-25  # half a step of float16's smallest numbers: less than the rounding of float32 sums
 
 
-class Linear:
-    """`x @ weight.T + bias`, for a weight [out, in] that is given away to it."""
+Combine = Callable[[Tensor], Tensor]
+"""What several ranks do with their parts of a product, see specpipe.engine.parallel."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+
+class Linear:
+    """`x @ weight.T + bias`, for a weight [out, in] that is given away to it. `combine` makes a rank's part whole."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, combine: Combine | None = None) -> None:
+        self.combine = combine
         self.packed = _pack(weight, bias)
         self.transposed: Tensor | None = None  # [in, out]
         self.bias = bias
@@ -34,18 +40,22 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, in] -> [num_rows, out]"""
-        if self.transposed is None:
-            packed_product: Tensor = _packed_product(x, self.packed)
-            return packed_product
-        return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
+        product = self._multiply(x)
+        return product if self.combine is None else self.combine(product)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x @ weight.T + bias"""
-        if self.transposed is None:
+        if self.transposed is None or self.combine is not None:
             return self(x).add_(residual)
         if self.bias is not None:
             residual = residual + self.bias
         return torch.addmm(residual, x, self.transposed)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.transposed is None:
+            packed_product: Tensor = _packed_product(x, self.packed)
+            return packed_product
+        return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
 
 
 class LinearModule(nn.Module):  # type: ignore[misc]
@@ -66,7 +76,17 @@ def fuse(*modules: nn.Linear) -> Linear:
         bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     for module in modules:
         module.weight = module.bias = None
-    return Linear(weight, bias)
+    return Linear(weight, bias, combine_of(modules[0]))
+
+
+def combine_with(module: nn.Module, combine: Combine) -> None:
+    """Let the outputs of `module` be combined with the other ranks', by itself or by the Linear it is turned into."""
+    module.combine = combine
+    module.register_forward_hook(lambda _module, _inputs, output: combine(output))
+
+
+def combine_of(module: nn.Module) -> Combine | None:
+    return getattr(module, "combine", None)
 
 
 def pack_model(model: nn.Module) -> None:
@@ -78,7 +98,7 @@ def pack_model(model: nn.Module) -> None:
             if type(child) not in (nn.Linear, Conv1D):
                 continue
             weight = child.weight.detach() if type(child) is nn.Linear else child.weight.detach().t()
-            linear = Linear(weight, child.bias)
+            linear = Linear(weight, child.bias, combine_of(child))
             if linear.packed is not None:
                 setattr(parent, name, LinearModule(linear))
     model.float()

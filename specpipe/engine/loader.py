@@ -11,7 +11,7 @@ import io
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -34,6 +34,16 @@ MAX_DEFAULT_SESSIONS = 16  # full contexts that the default number of slots hold
 MAX_DEFAULT_CONTEXT = 4096  # slots counted for each of them
 MEMORY_SHARE = 0.25  # of the memory free after loading, for keys and values, on a CPU
 GPU_MEMORY_SHARE = 0.8  # on a GPU
+
+
+class Ranks(Protocol):
+    """The ranks among which a model is split; see specpipe.engine.parallel.collective."""
+
+    size: int
+
+    def minimum(self, value: int) -> int:
+        """The least of all ranks' values."""
+        ...
 
 
 def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -> ModelRunner:
@@ -62,7 +72,7 @@ def load_weights(folder: ModelFolder, dtype: str) -> PreTrainedModel:
     source: dict[str, Any] = {"local_files_only": True}
     if folder.gguf is not None:
         source["gguf_file"] = folder.gguf.name
-    with _quiet_transformers(), _translated_errors(folder):
+    with quiet_transformers(), translated_errors(folder):
         model_config = AutoConfig.from_pretrained(folder.path, **source)
         if folder.gguf is not None and (reason := families.reason_to_refuse(model_config.to_dict())):
             raise UnsupportedModelError(f"{folder.gguf}: {reason}")
@@ -79,17 +89,23 @@ def load_weights(folder: ModelFolder, dtype: str) -> PreTrainedModel:
     return model
 
 
-def create_runner(loaded: PreTrainedModel, folder: ModelFolder, config: EngineConfig) -> ModelRunner:
-    """A runner for a loaded model: context limit, rotary frequencies, admission, slots."""
+def create_runner(
+    loaded: PreTrainedModel, folder: ModelFolder, config: EngineConfig, *, group: Ranks | None = None
+) -> ModelRunner:
+    """A runner for a loaded model: context limit, rotary frequencies, admission, slots.
+
+    `group`: the ranks that this call is made on at the same time, if `loaded` is one rank's part.
+    """
     max_context = min(folder.max_positions or DEFAULT_CONTEXT, config.max_context or 2**31)
     fingerprint = folder.fingerprint(str(loaded.dtype).removeprefix("torch."))
     rope.fix_frequencies(loaded, max_context)
     model = PreparedModel(loaded)
     if model.name not in families.PROVEN:
         self_check.check_model(model, max_context)
-    num_slots = config.num_slots or default_num_slots(
-        config, max_context, model.bytes_per_slot, _free_bytes(model.device)
-    )
+    free_bytes = _free_bytes(model.device) // (group.size if group and config.device == "cpu" else 1)
+    num_slots = config.num_slots or default_num_slots(config, max_context, model.bytes_per_slot, free_bytes)
+    if group is not None:
+        num_slots = group.minimum(num_slots)
     if num_slots <= max_context:
         logger.info("%s: context limited to %d tokens, the number of KV slots", folder.name, num_slots - 1)
         max_context = num_slots - 1
@@ -149,7 +165,7 @@ def _refuse_incomplete(folder: ModelFolder, loading: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars or advice on our terminal: progress goes to the callback, problems become errors."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
@@ -165,7 +181,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _translated_errors(folder: ModelFolder) -> Iterator[None]:
+def translated_errors(folder: ModelFolder) -> Iterator[None]:
     """Errors of transformers and of its readers become one sentence that names the folder."""
     try:
         yield

@@ -39,13 +39,25 @@ class ModelRunner:
         Raises InvalidRequestError for a row beyond the context limit or a token that is not in the vocabulary,
         InvariantError for a slot that does not exist.
         """
+        return self.run(self.prepare(batch))
+
+    def prepare(self, batch: StepBatch) -> StepArrays:
+        """The first half of `forward`, which checks and changes nothing. Raises what `forward` does."""
         arrays = plan_step(batch, self._max_group_keys)
         self._check(arrays)
+        return arrays
+
+    def run(self, arrays: StepArrays) -> npt.NDArray[np.float32]:
+        """The second half of `forward`."""
         with torch.inference_mode():
-            plan = StepPlan(arrays, self.cache)
-            logits = self.model.logits(plan)[:, : self.info.vocab_size]
+            logits = self.model.logits(StepPlan(arrays, self.cache))[:, : self.info.vocab_size]
             result: npt.NDArray[np.float32] = logits.float().cpu().numpy()
         return result
+
+    def take_part(self, arrays: StepArrays) -> None:
+        """The second half of `forward` on a rank whose logits nobody asks for."""
+        with torch.inference_mode():
+            self.model.logits(StepPlan(arrays, self.cache))
 
     def clear_slots(self, slots: Sequence[int]) -> None:
         """See StepModel.clear_slots."""

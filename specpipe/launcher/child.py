@@ -37,6 +37,7 @@ class ChildProcess:
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
         self.spec = spec
         self.address = ""
+        self.companions: tuple[int, ...] = ()  # pids of the processes that it started itself
         self._process = process
         self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
         self._stderr = asyncio.create_task(self._forward_stderr())
@@ -62,9 +63,10 @@ class ChildProcess:
             os.close(ready_child)
         child = cls(spec, process)
         try:
-            child.address = await asyncio.wait_for(_read_line(ready), START_TIMEOUT_S)
-            if not child.address:
+            words = (await asyncio.wait_for(_read_line(ready), START_TIMEOUT_S)).split()
+            if not words:
                 raise await child._start_failure()
+            child.address, child.companions = words[0], tuple(map(int, words[1:]))
         except TimeoutError:
             await child.kill()
             raise WorkerUnavailableError(f"{spec.role} was not ready after {START_TIMEOUT_S:.0f} s") from None

@@ -17,6 +17,7 @@ from specpipe.types import Mode, Rule
 COORDINATOR: Final = "coordinator"
 DRAFT_WORKER: Final = "draft-worker"
 TARGET_WORKER: Final = "target-worker"
+TARGET_RANK: Final = "target-rank"  # of a target worker with several; started by its rank 0
 
 NGRAM: Final = "ngram"
 NONE: Final = "none"
@@ -140,7 +141,9 @@ def _engine_arguments(config: ServiceConfig, model: str) -> tuple[str, ...]:
 
 
 def _core_arguments(cores: Sequence[int]) -> tuple[str, ...]:
-    return ("--core", str(cores[0])) if cores else ()
+    """The first for the process itself, the others for its ranks."""
+    flags = ("--core", *("--rank-core",) * (len(cores) - 1))
+    return tuple(part for flag, core in zip(flags, cores, strict=False) for part in (flag, str(core)))
 
 
 def _flags(**values: object) -> tuple[str, ...]:

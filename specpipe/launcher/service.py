@@ -19,6 +19,7 @@ from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.child import KILL_AFTER_S, ChildProcess
 from specpipe.launcher.plan import (
     DRAFT_WORKER,
+    TARGET_RANK,
     TARGET_WORKER,
     ProcessSpec,
     ServiceConfig,
@@ -71,7 +72,7 @@ class LocalService:
     @property
     def processes(self) -> list[ProcessInfo]:
         children = [self._coordinator, *self._workers] if self._coordinator else self._workers
-        return [ProcessInfo(role=c.spec.role, pid=c.pid, address=c.address) for c in children]
+        return [info for child in children for info in _infos_of(child)]
 
     async def start(self, on_progress: OnProgress | None = None) -> None:
         """Returns once requests are answered at `address`.
@@ -154,6 +155,12 @@ class LocalService:
     async def _watch_coordinator(self, coordinator: ChildProcess) -> None:
         code = await coordinator.wait()
         self.failure.set_result(WorkerUnavailableError(f"the coordinator ended with code {code}"))
+
+
+def _infos_of(child: ChildProcess) -> list[ProcessInfo]:
+    """The process itself, then the ranks that it started."""
+    ranks = [ProcessInfo(role=TARGET_RANK, pid=pid, address=None) for pid in child.companions]
+    return [ProcessInfo(role=child.spec.role, pid=child.pid, address=child.address), *ranks]
 
 
 async def _end(child: ChildProcess, grace_s: float | None) -> None:

@@ -30,7 +30,10 @@ def test_targets_come_first_and_get_the_first_cores() -> None:
 
 def test_each_rank_has_a_core_of_its_own() -> None:
     config = ServiceConfig(target="t", draft="d", tensor_parallel_size=2)
-    assert cores_of(plan_workers(config, [4, 5, 6])) == ["4", "6"]
+    specs = plan_workers(config, [4, 5, 6])
+    assert cores_of(specs) == ["4", "6"]
+    assert [value_of(spec, "--rank-core") for spec in specs] == ["5", None]
+    assert value_of(plan_workers(config, [4, 5])[1], "--core") is None
 
 
 @pytest.mark.parametrize(("is_pinned", "cores"), [(False, [0, 1]), (True, [0])])

@@ -1,0 +1,6 @@
+"""Tensor parallelism: one model, its weights split among the ranks of a target worker.
+
+`table` says what is split and how (pure), `shard` loads one rank's part, `collective` joins what the parts compute,
+`channel` and `announce` are the control socket and what travels on it, `rank` is the process of every rank but the
+first, `group` is rank 0's handle on the others.
+"""

@@ -1,0 +1,127 @@
+"""What the ranks of a group compute together: sums after row-parallel products, rows of the vocabulary's parts.
+
+Owns: the process group (on a CPU shared memory, or gloo where there is none; NCCL on GPUs) and its time limits. Must
+not know: models, processes, steps.
+
+The groups are plain objects, not torch.distributed's global one: less is done per call, and several ranks can live in
+one process (in tests). All ranks call the same functions in the same order, or all fail when the time limit is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from specpipe.engine.parallel.shared_memory import SharedMemory
+from specpipe.errors import WorkerUnavailableError
+
+LOOPBACK = "127.0.0.1"
+PREPARING_TIMEOUT_S = 600.0  # ranks pack their weights at their own pace
+STEP_TIMEOUT_S = 8.0  # gloo's own default is 30 minutes
+
+
+class Collective:
+    """One rank's end of a group of `size` ranks that meet at `store`. Made by all ranks at the same time.
+
+    With `shared`, nothing travels through torch.distributed, and `store` is not used.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, device: torch.device, shared: SharedMemory | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._store = store
+        self._shared = shared
+        self._group: Any = None
+        self._connect("prepare", PREPARING_TIMEOUT_S)
+
+    def limit_time(self) -> None:
+        """From now on a collective that takes longer than STEP_TIMEOUT_S fails. Called once by all ranks."""
+        self._connect("step", STEP_TIMEOUT_S)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, the same on each. `x` may be overwritten."""
+        if x.dtype in (torch.float32, torch.float64) or self._device.type != "cpu":
+            return self._all_reduce(x.contiguous(), dist.ReduceOp.SUM)
+        return self._all_reduce(x.float(), dist.ReduceOp.SUM).to(x.dtype)
+
+    def minimum(self, value: int) -> int:
+        """The least of all ranks' values."""
+        return int(self._all_reduce(torch.tensor([value], device=self._device), dist.ReduceOp.MIN).item())
+
+    def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """On rank 0 all ranks' columns side by side, [num_rows, num_columns]; on the others `x` itself.
+
+        Ranks hold equal numbers of columns, the last ones fewer.
+        """
+        share = -(-num_columns // self.size)
+        if self._shared is not None and self._shared.fits(x[:, :1].expand(-1, share)):
+            return self._gather_shared(x, share, num_columns)
+        own = torch.nn.functional.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x.contiguous()
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else []
+        with self._failing_together():
+            self._group.gather([parts] if parts else [], [own], options).wait()
+        return torch.cat(parts, dim=1)[:, :num_columns] if parts else x
+
+    def _gather_shared(self, x: torch.Tensor, share: int, num_columns: int) -> torch.Tensor:
+        assert self._shared is not None
+        own = torch.nn.functional.pad(x, (0, share - x.shape[1])).contiguous()
+        parts = self._shared.gather(own)
+        return torch.cat(parts, dim=1)[:, :num_columns] if self.rank == 0 else x
+
+    def _all_reduce(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
+        if self._shared is not None and operation == dist.ReduceOp.SUM:
+            return self._shared.sum(x)
+        if self._shared is not None:
+            return torch.stack(self._shared.gather(x)).amin(dim=0)
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        with self._failing_together():
+            self._group.allreduce([x], options).wait()
+        return x
+
+    def _connect(self, name: str, timeout_s: float) -> None:
+        if self._shared is not None:
+            self._shared.timeout_s = timeout_s
+            return
+        store, timeout = dist.PrefixStore(name, self._store), timedelta(seconds=timeout_s)
+        with self._failing_together():
+            if self._device.type == "cpu":
+                options = dist.ProcessGroupGloo._Options()
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+                options._timeout = timeout
+                self._group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            else:
+                torch.cuda.set_device(self._device)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """torch's errors become one of ours: a rank is gone, or silent for longer than the limit."""
+        try:
+            yield
+        except RuntimeError as error:
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise WorkerUnavailableError(f"rank {self.rank}: the ranks lost one another ({first_line})") from error
+
+
+def create_store(port: int | None) -> Any:
+    """Where ranks meet: rank 0 opens it (port None) and tells the others its port."""
+    return dist.TCPStore(
+        LOOPBACK,
+        port or 0,
+        is_master=port is None,
+        timeout=timedelta(seconds=PREPARING_TIMEOUT_S),
+        wait_for_workers=False,
+    )

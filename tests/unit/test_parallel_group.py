@@ -1,0 +1,163 @@
+"""Rank 0 notices a rank that ends, freezes or fails, kills the others and says why; a rank notices rank 0's silence.
+
+The ranks here are small processes that speak on the control socket and load nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import specpipe
+from specpipe.config import EngineConfig
+from specpipe.engine.parallel import group as group_module
+from specpipe.engine.parallel import rank as rank_module
+from specpipe.engine.parallel.channel import Channel, Frame, Kind
+from specpipe.engine.parallel.group import RankGroup
+from specpipe.engine.parallel.rank import Mailbox, RankHello
+from specpipe.errors import InvariantError, SpecpipeError, WorkerUnavailableError
+
+ROOT = Path(specpipe.__file__).resolve().parents[1]
+STUB = """
+import socket, sys
+from specpipe.engine.parallel.channel import Channel, Kind
+from specpipe.engine.parallel.rank import Mailbox
+channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+mailbox = Mailbox(channel, lambda is_silent: None)
+mailbox.next(Kind.HELLO)
+channel.send(Kind.READY)
+frame = mailbox.next(Kind.STEP)
+channel.send(Kind.FAILED, 0, frame.payload)
+"""
+
+
+class Watched:
+    """A group of stub processes, and what its watchdog said."""
+
+    def __init__(self, num_stubs: int) -> None:
+        self.group = RankGroup(EngineConfig(model="unused"), 1 + num_stubs)
+        self.failures: list[SpecpipeError] = []
+        self.has_failed = threading.Event()
+        for rank in range(1, 1 + num_stubs):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self.group.add(rank, ours, start_stub(theirs.fileno()))
+        self.group.watch(self.fail)
+        self.group._wait_for(Kind.READY)
+
+    def fail(self, error: SpecpipeError) -> None:
+        self.failures.append(error)
+        self.has_failed.set()
+
+    def all_ended(self) -> bool:
+        return all(member.process is None or member.process.poll() is not None for member in self.group._members)
+
+
+def start_stub(fd: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", STUB, str(fd)], pass_fds=(fd,), env=environment)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(group_module, "PING_INTERVAL_S", 0.2)
+    found = Watched(2)
+    yield found
+    found.group.close()
+    assert found.all_ended()
+
+
+def test_a_killed_rank_is_noticed_and_the_others_are_killed(watched: Watched) -> None:
+    os.kill(watched.group.pids[0], signal.SIGKILL)
+    assert watched.has_failed.wait(10)
+    assert "rank 1 ended" in str(watched.failures[0])
+    watched.group.close()
+    assert watched.all_ended()
+
+
+def test_a_frozen_rank_is_noticed_and_killed(watched: Watched) -> None:
+    os.kill(watched.group.pids[1], signal.SIGSTOP)
+    assert watched.has_failed.wait(20)
+    assert "rank 2 has been silent" in str(watched.failures[0])
+    with pytest.raises(WorkerUnavailableError, match="silent"):
+        watched.group._wait_for(Kind.LOADED)
+
+
+def test_a_rank_that_fails_says_why(watched: Watched) -> None:
+    watched.group.send(Kind.STEP, 1, b"out of memory")
+    assert watched.has_failed.wait(10)
+    assert str(watched.failures[0]) in ("rank 1: out of memory", "rank 2: out of memory")
+    assert watched.failures[0].is_retryable
+    assert len(watched.failures) == 1
+
+
+def test_closing_a_group_is_no_failure(watched: Watched) -> None:
+    watched.group.close()
+    assert not watched.failures
+
+
+def test_a_group_tells_each_rank_its_place_and_core() -> None:
+    ours, theirs = socket.socketpair()
+    with RankGroup(EngineConfig(model="m", core=0, num_threads=3), 2, cores=(5,)) as group:
+        group.add(1, ours)
+        frame = Channel(theirs).receive(5)
+    theirs.close()
+    assert frame is not None
+    hello = RankHello.from_bytes(frame.payload)
+    assert (hello.rank, hello.size, hello.engine["core"], hello.engine["num_threads"]) == (1, 2, 5, 3)
+
+
+# The other side.
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    ours, theirs = socket.socketpair()
+    yield Channel(ours), Channel(theirs)
+    ours.close()
+    theirs.close()
+
+
+def test_pings_are_answered_while_other_frames_wait(ends: tuple[Channel, Channel]) -> None:
+    mailbox = Mailbox(ends[1], lambda _: None)
+    mailbox.num_steps = 7
+    ends[0].send(Kind.STEP, 8, b"x")
+    ends[0].ping(Kind.PING)
+    assert ends[0].receive(5) == Frame(Kind.PONG, 7)
+    assert mailbox.next(Kind.STEP) == Frame(Kind.STEP, 8, b"x")
+
+
+def test_a_silent_rank_0_is_noticed_once_steps_are_taken(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_module, "MAX_SILENT_SECONDS", 0)
+    lost: list[bool] = []
+    mailbox = Mailbox(ends[1], lost.append)
+    mailbox.is_running = True
+    with pytest.raises(WorkerUnavailableError):
+        mailbox.next(Kind.STEP)
+    assert lost == [True]
+
+
+def test_a_rank_0_that_is_gone_ends_the_rank(ends: tuple[Channel, Channel]) -> None:
+    lost: list[bool] = []
+    mailbox = Mailbox(ends[1], lost.append)
+    ends[0].close()
+    with pytest.raises(WorkerUnavailableError):
+        mailbox.next(Kind.STEP)
+    assert lost == [False]
+
+
+def test_a_step_out_of_order_is_refused(ends: tuple[Channel, Channel]) -> None:
+    mailbox = Mailbox(ends[1], lambda _: None)
+    ends[0].send(Kind.STEP, 2)
+    with pytest.raises(InvariantError, match="step 2 was announced after step 0"):
+        rank_module.follow(mailbox, None)
