@@ -51,6 +51,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.num_slots == 1:
+            raise ConfigError("num_slots must be at least 2, got 1: the first slot is scratch and holds no token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

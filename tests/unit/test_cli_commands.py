@@ -103,6 +103,7 @@ def test_a_wrong_command_line_is_refused_in_one_sentence(
         ("--port", "70000", "port must be in 0..65535"),
         ("--grace", "nan", "grace_s must be at least 0"),
         ("--num-slots", "0", "num_slots must be at least 1"),
+        ("--num-slots", "1", "num_slots must be at least 2"),
     ],
 )
 def test_a_wrong_service_flag_is_refused_before_anything_starts(
