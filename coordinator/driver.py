@@ -70,7 +70,7 @@ class DriverSettings:
     max_step_s: float = 60.0  # a worker whose step runs this long is taken for lost
     suspect_after_s: float = 3.0  # a worker that says nothing this long gets no new sessions
     max_reader_stall_s: float = 60.0  # a client that takes nothing this long is cancelled
-    max_target_wait_s: float = 5.0  # a request that finds no target worker this long fails: an error within 10 s of a death
+    max_target_wait_s: float = 5.0  # a request that finds no target worker this long fails, within 10 s of a death
     max_first_try_s: float = 15.0  # how long `wait_ready` waits for the first attempt to reach each worker
 
     def patience_s(self, kind: Kind) -> float:
