@@ -9,8 +9,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from coordinator.answers import AnswerEvent, Chunk, Finished
 from coordinator.state import RequestMachine
+from specpipe.answers import AnswerEvent, Chunk, Finished
 from specpipe.errors import SpecpipeError
 
 

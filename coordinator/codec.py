@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, Question, SpeculationReport, Started
+from coordinator.requests import Question
+from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started
 from specpipe.codec_enums import FINISH_REASONS, MODES, ORIGINS, RULES
 from specpipe.rpc.v1 import generate_pb2
 
@@ -80,6 +81,6 @@ def _finished_to_pb(event: Finished) -> generate_pb2.Finished:
     )
 
 
-def _report_to_pb(report: SpeculationReport) -> generate_pb2.SpeculationStats:
+def _report_to_pb(report: SpeculationStats) -> generate_pb2.SpeculationStats:
     values = {name: getattr(report, name) for name in report.__slots__ if name not in ("mode", "rule")}
     return generate_pb2.SpeculationStats(mode=MODES.to_pb(report.mode), rule=RULES.to_pb(report.rule), **values)

@@ -21,7 +21,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from coordinator.answer_stream import AnswerStream
-from coordinator.answers import Request
 from coordinator.detokenizer import AnswerText
 from coordinator.events import (
     Admitted,
@@ -40,6 +39,7 @@ from coordinator.events import (
     Unplaced,
 )
 from coordinator.pools import AVOID_MS, Backoff, Connection, Pool, check_draft, check_target
+from coordinator.requests import Request
 from coordinator.state import RequestMachine
 from specpipe.config import CoordinatorConfig
 from specpipe.errors import (

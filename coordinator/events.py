@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from coordinator.answers import AnswerEvent
+from specpipe.answers import AnswerEvent
 from specpipe.errors import SpecpipeError
 from specpipe.types import Commit, Extension, SessionMessage
 

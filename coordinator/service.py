@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.answer_stream import AnswerStream
-from coordinator.answers import ChatMessage, Question, Request
 from coordinator.codec import event_to_pb, question_from_pb
 from coordinator.driver import Coordinator
+from coordinator.requests import Question, Request
 from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch, load_tokenization
 from coordinator.validation import ServiceFacts, check_prompt_bytes, check_question, create_request
+from specpipe.answers import ChatMessage
 from specpipe.config import CoordinatorConfig
 from specpipe.engine.vocabulary import read_vocabulary
 from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError

@@ -18,7 +18,6 @@ import logging
 from collections import deque
 from dataclasses import dataclass, replace
 
-from coordinator.answers import Request, Started
 from coordinator.detokenizer import AnswerText
 from coordinator.events import (
     Admitted,
@@ -38,7 +37,9 @@ from coordinator.events import (
     told,
 )
 from coordinator.phases import TRANSITIONS, Phase
+from coordinator.requests import Request
 from coordinator.transcript import Transcript
+from specpipe.answers import Started
 from specpipe.errors import (
     ERROR_BY_CODE,
     DeadlineExceededError,

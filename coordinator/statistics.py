@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coordinator.answers import SpeculationReport
+from specpipe.answers import SpeculationStats
 from specpipe.types import Commit, Extension, Mode, Origin, RoundStats, SpeculationParams
 
 
@@ -51,11 +51,11 @@ class RequestStatistics:
         self._past_steps += self._steps.values()
         self._steps.clear()
 
-    def report(self) -> SpeculationReport:
+    def report(self) -> SpeculationStats:
         sums, steps = self._sums, [*self._past_steps, *self._steps.values()]
         has_drafts = self._speculation.mode is not Mode.OFF and self._speculation.drafter != "none"
         draft_ms = sum(step.share_ms for step in steps)
-        return SpeculationReport(
+        return SpeculationStats(
             mode=self._speculation.mode,
             rule=self._speculation.rule,
             rounds=sums.num_rounds,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.answers import Chunk, Finished, Request, Timing
 from coordinator.detokenizer import AnswerText
+from coordinator.requests import Request
 from coordinator.statistics import RequestStatistics, cut_commit
+from specpipe.answers import Chunk, Finished, Timing
 from specpipe.errors import InvariantError
 from specpipe.types import Commit, FinishReason
 

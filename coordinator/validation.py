@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator.answers import Question, Request
+from coordinator.requests import Question, Request
 from specpipe.errors import InvalidRequestError, ModelNotFoundError
 from specpipe.types import Mode, ModelInfo, Rule, SamplingParams, SpeculationParams, StopRules
 

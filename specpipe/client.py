@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import grpc
 import grpc.aio
 
+from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started, Timing
 from specpipe.errors import InvalidRequestError, ModelNotFoundError, SpecpipeError, WorkerUnavailableError
 from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from specpipe.server import create_channel, error_from_status
@@ -23,15 +24,6 @@ from specpipe.types import FinishReason, Mode, Origin, Rule
 
 DEFAULT_TIMEOUT_S: Final = 3600.0  # a call without a deadline could hang for ever
 MAX_SEED: Final = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    role: str
-    content: str
-
-
-Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,71 +70,6 @@ class GenerateRequest:
         yield "num_speculative_tokens", k is None or 1 <= k < 2**31, "at least 1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    request_id: str
-    model: str
-    prompt_tokens: int
-    seed: int  # as used
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    token_ids: tuple[int, ...]
-    text: str  # what the answer's text grew by; held back while it might be part of a stop string or a character
-    origins: tuple[Origin, ...]  # one per token id
-    round: int
-    text_lengths: tuple[int, ...] = ()  # how many characters of `text` each token id made certain
-
-    def pieces(self) -> Iterator[tuple[str, Origin]]:
-        """The text, cut by the token that made it certain."""
-        start = 0
-        for length, origin in zip(self.text_lengths, self.origins, strict=True):
-            yield self.text[start : start + length], origin
-            start += length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    ttft_ms: float
-    tpot_ms: float | None  # None below two tokens
-    total_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationStats:
-    """docs/statistics.md defines each; the names are those of `generate --json`."""
-
-    mode: str
-    rule: str
-    rounds: int
-    drafted_tokens: int
-    verified_tokens: int
-    accepted_tokens: int
-    mean_acceptance_length: float | None
-    acceptance_rate: float | None
-    hit_rate: float | None
-    draft_ms: float
-    exposed_draft_ms: float
-    hidden_draft_ms: float
-    wasted_draft_ms: float
-    target_step_ms: float | None
-    draft_step_ms: float | None
-    step_gap_ms: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    finish_reason: FinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    timing: Timing
-    speculation: SpeculationStats
-
-
-Event = Started | Chunk | Finished
-
-
 @dataclass(slots=True, kw_only=True)
 class Answer:
     """What the events of one request add up to. Feed it each event; complete once `finished` is set."""
@@ -153,7 +80,7 @@ class Answer:
     origins: list[Origin] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: AnswerEvent) -> None:
         if isinstance(event, Started):
             self.started = event
         elif isinstance(event, Finished):
@@ -186,7 +113,9 @@ class GenerateClient:
         if self._channel is not None:
             await self._channel.close(None)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> AsyncIterator[Event]:
+    async def generate(
+        self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> AsyncIterator[AnswerEvent]:
         """Stream the events of one answer: Started, Chunks, Finished, in this order.
 
         Leaving the loop early, or cancelling the task, cancels the request on the service. Raises the error tree of
@@ -268,7 +197,7 @@ def _set_prompt(request_pb: generate_pb2.GenerateRequest, prompt: Prompt) -> Non
         request_pb.prompt_token_ids.CopyFrom(generate_pb2.TokenIds(ids=ids))
 
 
-def event_from_pb(response_pb: generate_pb2.GenerateResponse) -> Event:
+def event_from_pb(response_pb: generate_pb2.GenerateResponse) -> AnswerEvent:
     """Raises SpecpipeError for a message that carries no event."""
     match response_pb.WhichOneof("event"):
         case "started":
@@ -321,8 +250,8 @@ def _stats_from_pb(stats_pb: generate_pb2.SpeculationStats) -> SpeculationStats:
     for name in SpeculationStats.__slots__:
         is_unset = stats_pb.DESCRIPTOR.fields_by_name[name].has_presence and name not in set_names
         values[name] = None if is_unset else getattr(stats_pb, name)
-    values["mode"] = Mode[common_pb2.Mode.Name(stats_pb.mode).removeprefix("MODE_")].value
-    values["rule"] = Rule[common_pb2.Rule.Name(stats_pb.rule).removeprefix("RULE_")].value
+    values["mode"] = Mode[common_pb2.Mode.Name(stats_pb.mode).removeprefix("MODE_")]
+    values["rule"] = Rule[common_pb2.Rule.Name(stats_pb.rule).removeprefix("RULE_")]
     return SpeculationStats(**values)
 
 

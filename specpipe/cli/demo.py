@@ -9,12 +9,13 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Final
 
+from specpipe.answers import AnswerEvent, Chunk
 from specpipe.cli.failure import EXIT_FAILED, EXIT_TERMINATED, exit_code_of, say_error
 from specpipe.cli.flags import ServiceFlags, SpeculationFlags
 from specpipe.cli.generate import answer_with_service, service_config
 from specpipe.cli.output import PlainOutput
 from specpipe.cli.signals import run_with_signals
-from specpipe.client import Chunk, Event, GenerateRequest
+from specpipe.client import GenerateRequest
 from specpipe.errors import SpecpipeError
 from specpipe.telemetry import configure_logging
 from specpipe.types import Origin
@@ -28,10 +29,10 @@ class CountingOutput(PlainOutput):
 
     num_accepted = 0
 
-    async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
+    async def show(self, request: GenerateRequest, events: AsyncIterator[AnswerEvent]) -> bool:
         return await super().show(request, self._counted(events))
 
-    async def _counted(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    async def _counted(self, events: AsyncIterator[AnswerEvent]) -> AsyncIterator[AnswerEvent]:
         async for event in events:
             if isinstance(event, Chunk):
                 self.num_accepted += event.origins.count(Origin.ACCEPTED)

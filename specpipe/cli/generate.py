@@ -13,6 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
+from specpipe.answers import AnswerEvent
 from specpipe.cli.failure import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
 from specpipe.cli.flags import SamplingFlags, ServiceFlags, SpeculationFlags, option, takes_flags
 from specpipe.cli.models import resolve_models
@@ -21,7 +22,7 @@ from specpipe.cli.progress import loading_bars
 from specpipe.cli.prompts import requests_of_file, requests_of_texts
 from specpipe.cli.services import checked_address
 from specpipe.cli.signals import run_with_signals
-from specpipe.client import Event, GenerateClient, GenerateRequest
+from specpipe.client import GenerateClient, GenerateRequest
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.telemetry import configure_logging
@@ -156,7 +157,7 @@ class EventStream:
     """Events of one answer, kept until it is their turn to be shown."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Event | SpecpipeError | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[AnswerEvent | SpecpipeError | None] = asyncio.Queue()
 
     async def fill(self, client: GenerateClient, request: GenerateRequest, is_free: asyncio.Semaphore) -> None:
         async with is_free:
@@ -167,7 +168,7 @@ class EventStream:
             except SpecpipeError as error:
                 self._queue.put_nowait(error)
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[AnswerEvent]:
         """Raises the error that ended the answer, if one did."""
         while (item := await self._queue.get()) is not None:
             if isinstance(item, SpecpipeError):

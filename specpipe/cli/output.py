@@ -15,8 +15,9 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
+from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Started
 from specpipe.cli.failure import say_error
-from specpipe.client import Answer, ChatMessage, Chunk, Event, Finished, GenerateRequest, Started
+from specpipe.client import Answer, GenerateRequest
 from specpipe.errors import SpecpipeError
 from specpipe.types import Origin
 
@@ -27,7 +28,7 @@ VISIBLE_CONTROLS: Final = {code: 0x2400 + code for code in range(32) if chr(code
 
 
 class Output(Protocol):
-    async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
+    async def show(self, request: GenerateRequest, events: AsyncIterator[AnswerEvent]) -> bool:
         """Show one answer as it comes. Returns whether it was answered; its error, if not, has been shown."""
         ...
 
@@ -35,7 +36,7 @@ class Output(Protocol):
 class JsonOutput:
     """One object a prompt, written as soon as it is complete, and nothing else."""
 
-    async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
+    async def show(self, request: GenerateRequest, events: AsyncIterator[AnswerEvent]) -> bool:
         answer = Answer()
         try:
             async for event in events:
@@ -57,7 +58,7 @@ class PlainOutput:
         self._num_prompts = num_prompts
         self._num_shown = 0
 
-    async def show(self, request: GenerateRequest, events: AsyncIterator[Event]) -> bool:
+    async def show(self, request: GenerateRequest, events: AsyncIterator[AnswerEvent]) -> bool:
         self._num_shown += 1
         if self._num_prompts > 1:
             self._write(f"[{self._num_shown}/{self._num_prompts}] {prompt_json(request)!r}\n", NOTE_STYLE)
@@ -91,6 +92,7 @@ class PlainOutput:
 def answer_json(request: GenerateRequest, answer: Answer) -> dict[str, Any]:
     """The documented object of one answer."""
     started, finished = complete(answer)
+    stats = finished.speculation
     return {
         "prompt": prompt_json(request),
         "request_id": started.request_id,
@@ -100,7 +102,7 @@ def answer_json(request: GenerateRequest, answer: Answer) -> dict[str, Any]:
         "finish_reason": finished.finish_reason.value,
         "usage": {"prompt_tokens": finished.prompt_tokens, "completion_tokens": finished.completion_tokens},
         "timing": asdict(finished.timing),
-        "speculation": asdict(finished.speculation),
+        "speculation": {**asdict(stats), "mode": stats.mode.value, "rule": stats.rule.value},
     }
 
 
@@ -133,7 +135,7 @@ def statistics_line(answer: Answer) -> str:
     ]
     if timing.tpot_ms:
         parts.append(f"{1000 / timing.tpot_ms:.1f} tokens/s")
-    parts.append(stats.mode)
+    parts.append(stats.mode.value)
     if stats.mean_acceptance_length is not None:
         parts.append(f"{stats.mean_acceptance_length:.2f} tokens a round")
     if stats.drafted_tokens:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from specpipe.client import ChatMessage, GenerateRequest, Prompt
+from specpipe.answers import ChatMessage, Prompt
+from specpipe.client import GenerateRequest
 from specpipe.errors import ConfigError
 from specpipe.types import Mode
 

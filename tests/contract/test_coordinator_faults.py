@@ -12,7 +12,8 @@ from waiting import wait_until
 
 from coordinator.driver import DriverSettings
 from coordinator.events import Kind
-from specpipe.client import Answer, Chunk, GenerateRequest
+from specpipe.answers import Chunk
+from specpipe.client import Answer, GenerateRequest
 from specpipe.errors import ModelMismatchError, WorkerUnavailableError
 from specpipe.types import Extension, Mode, Origin
 

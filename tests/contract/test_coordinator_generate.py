@@ -13,10 +13,11 @@ import pytest_asyncio
 from coordinator_cluster import DEMO, EOS, FAST, Cluster, Worker, cluster, draft_model, target_model
 from waiting import wait_until
 
-from coordinator.answers import Question
+from coordinator.requests import Question
 from coordinator.tokenization import load_tokenization
 from coordinator.validation import create_request
-from specpipe.client import Answer, ChatMessage, Chunk, Finished, GenerateRequest, Started
+from specpipe.answers import ChatMessage, Chunk, Finished, Started
+from specpipe.client import Answer, GenerateRequest
 from specpipe.errors import (
     CapacityError,
     DeadlineExceededError,

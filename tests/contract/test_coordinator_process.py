@@ -16,7 +16,8 @@ import pytest
 from coordinator_cluster import DEMO, Worker, draft_model, target_model
 from waiting import wait_until
 
-from specpipe.client import Answer, ChatMessage, GenerateClient, GenerateRequest
+from specpipe.answers import ChatMessage
+from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import WorkerUnavailableError
 from specpipe.types import Mode
 

@@ -44,7 +44,7 @@ async def test_greedy_answers_are_the_targets_own_in_every_mode(service: Cluster
     answer = await service.client.answer(ask(mode=mode, temperature=0.0), timeout_s=30)
     assert answer.token_ids == greedy(24)
     assert answer.finished is not None
-    assert answer.finished.speculation.rule == "rejection"
+    assert answer.finished.speculation.rule is Rule.REJECTION
     if mode is Mode.SYNC:
         assert answer.finished.speculation.accepted_tokens > 0
 
@@ -68,4 +68,4 @@ async def test_the_rule_may_be_the_services_default() -> None:
         answer = await running.client.answer(ask(rule=None, temperature=0.0), timeout_s=30)
         assert answer.token_ids == greedy(24)
         assert answer.finished is not None
-        assert answer.finished.speculation.rule == "rejection"
+        assert answer.finished.speculation.rule is Rule.REJECTION

@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 from oracle import Oracle, Sampling
 
-from specpipe.client import Answer, ChatMessage, GenerateClient, GenerateRequest
-from specpipe.types import FinishReason, Mode, Origin
+from specpipe.answers import ChatMessage
+from specpipe.client import Answer, GenerateClient, GenerateRequest
+from specpipe.types import FinishReason, Mode, Origin, Rule
 
 PROMPTS = (
     "def tokens(line):",
@@ -182,8 +183,8 @@ async def test_statistics_agree_with_the_answer(client: GenerateClient, mode: Mo
     )
     assert answer.finished is not None
     stats, origins = answer.finished.speculation, Counter(answer.origins)
-    assert stats.mode == mode.value
-    assert stats.rule == "coupled"
+    assert stats.mode is mode
+    assert stats.rule is Rule.COUPLED
     assert origins[Origin.ACCEPTED] == stats.accepted_tokens <= stats.verified_tokens <= stats.drafted_tokens
     assert stats.mean_acceptance_length is not None
     assert math.isclose(stats.mean_acceptance_length * stats.rounds, 60, abs_tol=1.01)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from specpipe.client import Chunk, GenerateClient, GenerateRequest
+from specpipe.answers import Chunk
+from specpipe.client import GenerateClient, GenerateRequest
 from specpipe.errors import DuplicateRequestError, InvalidRequestError, ModelNotFoundError, SpecpipeError
 
 GOOD = GenerateRequest(prompt="def", temperature=0, max_tokens=4, ignore_eos=True)

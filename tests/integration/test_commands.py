@@ -18,7 +18,8 @@ from running import RunningService, descendants, environment, run_command, runni
 from tiny_models import TinyPair
 from waiting import wait_until
 
-from specpipe.client import Chunk, GenerateClient, GenerateRequest
+from specpipe.answers import Chunk
+from specpipe.client import GenerateClient, GenerateRequest
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
 
 

@@ -14,7 +14,8 @@ from oracle import Oracle, Sampling
 from running import RunningService
 from waiting import wait_until
 
-from specpipe.client import Answer, Chunk, GenerateClient, GenerateRequest
+from specpipe.answers import Chunk
+from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import DeadlineExceededError
 from specpipe.rpc.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from specpipe.types import Mode

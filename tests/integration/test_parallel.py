@@ -18,7 +18,8 @@ from running import RunningService, running_service
 from tiny_models import TinyPair
 from waiting import wait_until
 
-from specpipe.client import Answer, Chunk, GenerateClient, GenerateRequest
+from specpipe.answers import Chunk
+from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import WorkerUnavailableError
 from specpipe.types import Mode
 

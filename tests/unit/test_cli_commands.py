@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from specpipe.answers import AnswerEvent, Chunk, Finished, SpeculationStats, Started, Timing
 from specpipe.cli.app import run
 from specpipe.cli.output import JsonOutput, PlainOutput
-from specpipe.client import Chunk, Event, Finished, GenerateRequest, SpeculationStats, Started, Timing
+from specpipe.client import GenerateRequest
 from specpipe.errors import CapacityError
-from specpipe.types import FinishReason, Origin
+from specpipe.types import FinishReason, Mode, Origin, Rule
 
 NOBODY = "127.0.0.1:9"
 
 STATS = SpeculationStats(
-    mode="pipelined",
-    rule="coupled",
+    mode=Mode.PIPELINED,
+    rule=Rule.COUPLED,
     rounds=2,
     drafted_tokens=9,
     verified_tokens=4,
@@ -37,7 +38,7 @@ STATS = SpeculationStats(
     draft_step_ms=1.0,
     step_gap_ms=0.1,
 )
-EVENTS: tuple[Event, ...] = (
+EVENTS: tuple[AnswerEvent, ...] = (
     Started(request_id="r", model="m", prompt_tokens=2, seed=7),
     Chunk(token_ids=(5, 6), text="[b]one", origins=(Origin.ACCEPTED, Origin.BONUS), round=1, text_lengths=(4, 2)),
     Chunk(token_ids=(7,), text=" two", origins=(Origin.PLAIN,), round=2, text_lengths=(4,)),
@@ -51,7 +52,7 @@ EVENTS: tuple[Event, ...] = (
 )
 
 
-async def stream(*items: Event | Exception) -> AsyncIterator[Event]:
+async def stream(*items: AnswerEvent | Exception) -> AsyncIterator[AnswerEvent]:
     for item in items:
         if isinstance(item, Exception):
             raise item

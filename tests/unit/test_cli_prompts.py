@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from specpipe.answers import ChatMessage
 from specpipe.cli.prompts import requests_of_file, requests_of_texts
-from specpipe.client import ChatMessage, GenerateRequest
+from specpipe.client import GenerateRequest
 from specpipe.errors import ConfigError, InvalidRequestError
 from specpipe.types import Mode
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.answers import AnswerEvent, Chunk, Finished, Request, Started
 from coordinator.detokenizer import AnswerText, Detokenizer, SpacedDecoder
 from coordinator.events import (
     Admitted,
@@ -28,7 +27,9 @@ from coordinator.events import (
     Unplaced,
 )
 from coordinator.phases import Phase
+from coordinator.requests import Request
 from coordinator.state import MAX_TARGET_MOVES, RequestMachine
+from specpipe.answers import AnswerEvent, Chunk, Finished, Started
 from specpipe.errors import (
     CapacityError,
     DeadlineExceededError,

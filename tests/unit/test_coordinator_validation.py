@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.answers import Question
+from coordinator.requests import Question
 from coordinator.validation import ServiceFacts, check_question, create_request
 from specpipe.errors import InvalidRequestError, ModelNotFoundError
 from specpipe.types import Mode, ModelInfo, Rule
