@@ -256,7 +256,7 @@ class Session:
     def _count_round(self, result: Walk, rows: Mapping[Node, int], step_ms: float, gap_ms: float) -> None:
         judged = [(node, choice) for node, choice in result.walked if self._is_judged(node, rows)]
         is_counted = self.round > 1 and self.max_depth > 0
-        is_hit = bool(self.tree.root.children)
+        is_hit = any(map(self._is_own, self.tree.root.children.values()))
         self.stats += RoundStats(
             num_rounds=1,
             num_verified=len(rows),
@@ -273,7 +273,14 @@ class Session:
 
     def _is_judged(self, node: Node, rows: Mapping[Node, int]) -> bool:
         """Whether the choice at a walked node says if the draft's first guess was right."""
-        return node.sampled_child in rows if self.is_drawn else has_verified_child(node, rows)
+        if self.is_drawn:
+            return node.sampled_child in rows
+        first = first_child(node)
+        return first is not None and self._is_own(first) and has_verified_child(node, rows)
+
+    def _is_own(self, node: Node) -> bool:
+        """Whether the session's drafter guessed it: a lookup on a miss saves time, and is no merit of a draft model."""
+        return node.drafter != "ngram" or self.opened.speculation.drafter == "ngram"
 
     def _calibrate(self, result: Walk, rows: Mapping[Node, int]) -> None:
         """Every child of a walked node that was known when the step began, verified or not; but a draw only where it

@@ -50,6 +50,22 @@ def make_pair(folder: Path, *, max_positions: int = 512) -> TinyPair:
     return pair
 
 
+def make_self_pair(folder: Path, *, num_silent: int = 23) -> TinyPair:
+    """A draft that says what its target says, bit for bit, and says it sooner: the target has silent layers as well."""
+    pair = TinyPair(target=folder / "target", draft=folder / "draft")
+    draft = make_llama(num_layers=1, max_positions=512, seed=1)
+    target = make_llama(num_layers=1 + num_silent, max_positions=512, seed=1)
+    target.load_state_dict(draft.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in target.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    for path, model in ((pair.target, target), (pair.draft, draft)):
+        model.save_pretrained(path)
+        make_tokenizer().save_pretrained(path)
+    return pair
+
+
 def make_random_draft(folder: Path) -> Path:
     """A draft with the target's tokenizer that is nearly always wrong."""
     make_llama(num_layers=1, max_positions=512, seed=99).save_pretrained(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from oracle import Oracle
 from running import RunningService, running_service
-from tiny_models import TinyPair
+from tiny_models import TinyPair, make_self_pair
 
 from specpipe.client import GenerateClient
 
@@ -40,9 +40,10 @@ def service(tiny_pair: TinyPair, log_folder: Path) -> Iterator[RunningService]:
 
 
 @pytest.fixture(scope="session")
-def self_service(tiny_pair: TinyPair, log_folder: Path) -> Iterator[RunningService]:
-    """The draft is the target: nearly every guess is right."""
-    flags = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.target))
+def self_service(tmp_path_factory: pytest.TempPathFactory, log_folder: Path) -> Iterator[RunningService]:
+    """The draft is the target but for layers that say nothing: every guess is right, and comes in time."""
+    pair = make_self_pair(tmp_path_factory.mktemp("self"))
+    flags = ("--target", str(pair.target), "--draft", str(pair.draft))
     with running_service(log_folder / "self_service.log", *flags) as running:
         yield running
 
