@@ -29,7 +29,7 @@ class SamplingFlags:
     top_p: Annotated[float | None, option("Only the smallest set of tokens with this probability.  [1.0: off]")] = None
     top_k: Annotated[int | None, option("Only this many most likely tokens.  [0: off]")] = None
     min_p: Annotated[float | None, option("Only tokens this probable compared with the best.  [0: off]")] = None
-    seed: Annotated[int | None, option("The same seed gives the same answer.  [drawn and reported]")] = None
+    seed: Annotated[int | None, option("Same seed, same answer (under the coupled rule).  [drawn and reported]")] = None
     stop: Annotated[list[str], option("End before this text; may be repeated.")] = field(default_factory=list)
     stop_token_id: Annotated[list[int], option("End at this token; may be repeated.")] = field(default_factory=list)
     ignore_eos: Annotated[bool, option("Go on after the model's end token.", "--ignore-eos")] = False
