@@ -13,21 +13,34 @@ from typing import Final
 from specpipe.errors import ConfigError
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+FORWARDED: Final = {"is_forwarded": True}
 
 
 def configure_logging(level: str, role: str = "") -> None:
     """Send this process's log to stderr, one line a record, from `level` up.
 
-    `role` names the process in each line; children of a launcher leave it empty, since the launcher adds theirs.
+    `role` names the process in each line; children of a launcher leave it empty, since the launcher adds theirs. A
+    record with `extra=FORWARDED` is another process's line and goes out as it is.
     Raises ConfigError for an unknown level.
     """
     if level not in LOG_LEVELS:
         raise ConfigError(f"log level must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
     prefix = f"[{role}] " if role else ""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    handler = _StderrHandler()
+    handler.setFormatter(_Formatter(f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what sys.stderr is at that moment, so that progress bars can step aside for a line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except (OSError, ValueError):  # stderr is gone; logging has nowhere left to say so
+            self.handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage() if hasattr(record, "is_forwarded") else super().format(record)

@@ -22,6 +22,7 @@ from typing import Final, Self
 import specpipe
 from specpipe.errors import ConfigError, SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.plan import ProcessSpec
+from specpipe.telemetry import FORWARDED
 
 START_TIMEOUT_S: Final = 600.0  # a large model from a slow disk
 KILL_AFTER_S: Final = 5.0
@@ -116,7 +117,7 @@ class ChildProcess:
             line = line_bytes.decode(errors="replace").rstrip()
             self._last_lines.append(line)
             if not line.startswith(ERROR_PREFIX):
-                logger.info("[%s %d] %s", self.spec.role, self.pid, line)
+                logger.info("[%s %d] %s", self.spec.role, self.pid, line, extra=FORWARDED)
 
 
 async def _spawn(spec: ProcessSpec, port: int | None, ready_fd: int, parent_fd: int) -> asyncio.subprocess.Process:

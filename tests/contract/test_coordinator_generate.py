@@ -29,7 +29,7 @@ from specpipe.errors import (
 )
 from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc
 from specpipe.server import create_channel
-from specpipe.types import FinishReason, Mode, Origin
+from specpipe.types import FinishReason, Mode, Origin, Rule
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,7 +67,7 @@ async def test_started_chunks_finished(service: Cluster, mode: Mode) -> None:
     assert finished.completion_tokens == len(token_ids) == 24
     assert "".join(chunk.text for chunk in chunks if isinstance(chunk, Chunk)) == TOKENS.decode(token_ids)
     stats = finished.speculation
-    assert (stats.mode, stats.rule) == (mode.value, "coupled")
+    assert (stats.mode, stats.rule) == (mode, Rule.COUPLED)
     assert stats.accepted_tokens == sum(
         origin is Origin.ACCEPTED for chunk in chunks if isinstance(chunk, Chunk) for origin in chunk.origins
     )

@@ -1,0 +1,40 @@
+"""The log: one line a record, to whatever stderr is at that moment; lines of children go out as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from specpipe.errors import ConfigError
+from specpipe.telemetry import FORWARDED, configure_logging
+
+
+@pytest.fixture(autouse=True)
+def _own_root() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def test_lines_go_to_the_stderr_of_the_moment() -> None:
+    configure_logging("info", role="draft-worker")
+    with contextlib.redirect_stderr(io.StringIO()) as later:
+        logging.getLogger("a.b").info("%d nodes", 3)
+    assert later.getvalue().endswith(" [draft-worker] INFO a.b: 3 nodes\n")
+
+
+def test_a_forwarded_line_has_one_time_and_one_name() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        configure_logging("info")
+        logging.getLogger("parent").info("[%s %d] %s", "draft-worker", 7, "12:00:00 INFO x: y", extra=FORWARDED)
+    assert stderr.getvalue() == "[draft-worker 7] 12:00:00 INFO x: y\n"
+
+
+def test_an_unknown_level_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="debug, info, warning, error, got 'loud'"):
+        configure_logging("loud")
