@@ -142,7 +142,7 @@ async def test_texts_that_a_draft_model_cannot_follow_are_no_malformed_messages(
     async with FakeWorker("draft") as worker, worker.connect() as link, Reader(link):
         link.send(an_open(1, (1, MODEL.vocab_size)))
         link.send(an_open(2, (1,) * (MODEL.max_context + 1)))
-        await until(lambda: len(worker.loop.received) == 2)
+        await until(lambda: len(worker.loop.received) >= 2)
         link.send(a_commit(1, 2, (MODEL.vocab_size,)))
         await until(lambda: any(isinstance(message, Commit) for _, message in worker.loop.received))
 
