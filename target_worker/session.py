@@ -95,6 +95,7 @@ class Session:
         self._origins: list[Origin] = []  # of the tokens committed here
         self._ngram = self._open_ngram()
         self._is_ngram_fresh = False
+        self.last_guesses = (0, 0)  # of the last round: guesses put to the test, lookups included, and right ones
 
     @property
     def session(self) -> int:
@@ -254,7 +255,9 @@ class Session:
         return depth
 
     def _count_round(self, result: Walk, rows: Mapping[Node, int], step_ms: float, gap_ms: float) -> None:
-        judged = [(node, choice) for node, choice in result.walked if self._is_judged(node, rows)]
+        guessed = [(node, choice) for node, choice in result.walked if self._is_guessed(node, rows)]
+        self.last_guesses = (len(guessed), sum(_is_first(node, choice) for node, choice in guessed))
+        judged = [(node, choice) for node, choice in guessed if self._is_judged(node)]
         is_counted = self.round > 1 and self.max_depth > 0
         is_hit = any(map(self._is_own, self.tree.root.children.values()))
         self.stats += RoundStats(
@@ -271,12 +274,14 @@ class Session:
             num_gaps=1,
         )
 
-    def _is_judged(self, node: Node, rows: Mapping[Node, int]) -> bool:
-        """Whether the choice at a walked node says if the draft's first guess was right."""
-        if self.is_drawn:
-            return node.sampled_child in rows
+    def _is_guessed(self, node: Node, rows: Mapping[Node, int]) -> bool:
+        """Whether the choice at a walked node says if the first guess was right, whoever made it."""
+        return node.sampled_child in rows if self.is_drawn else has_verified_child(node, rows)
+
+    def _is_judged(self, node: Node) -> bool:
+        """Whether a guess below this node speaks of the session's own drafter."""
         first = first_child(node)
-        return first is not None and self._is_own(first) and has_verified_child(node, rows)
+        return first is not None and self._is_own(first)
 
     def _is_own(self, node: Node) -> bool:
         """Whether the session's drafter guessed it: a lookup on a miss saves time, and is no merit of a draft model."""
@@ -286,7 +291,7 @@ class Session:
         """Every child of a walked node that was known when the step began, verified or not; but a draw only where it
         was tested."""
         for node, choice in result.walked:
-            if self.is_drawn and not self._is_judged(node, rows):
+            if self.is_drawn and not self._is_guessed(node, rows):
                 continue
             for child in node.children.values():
                 self._calibrator.observe(

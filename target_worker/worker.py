@@ -288,7 +288,7 @@ class TargetLoop:
         if num_sessions == 1:
             self._observe_pace(session, len(result.tokens), start, step_ms)
         commit = session.commit(result, rows, step_ms=step_ms, gap_ms=self._gap_ms(session, start))
-        self._pace.observe_guesses(commit.stats.num_judged, commit.stats.num_first_ranked)
+        self._pace.observe_guesses(*session.last_guesses)
         self._room.take_back(step.nodes, result.path, poisoned=poisoned)
         if result.finish_reason is not None:
             session.phase = Phase.FINISHED
