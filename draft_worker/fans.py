@@ -19,10 +19,11 @@ Candidate = tuple[int, float]
 """(token, confidence)"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fan:
     candidates: Sequence[Candidate]  # best first
     step: int  # the draft step that ranked them
+    num_taken: int = 0  # candidates, from the first, that are children of the node
 
 
 class Fans:
@@ -48,8 +49,9 @@ class Fans:
     def next_of(self, node: Node) -> tuple[Candidate, int] | None:
         """The best candidate of `node` that is not its child yet, and the step that ranked it."""
         fan = self._fans[node]
-        rank = len(node.children)
-        return (fan.candidates[rank], fan.step) if rank < len(fan.candidates) else None
+        while fan.num_taken < len(fan.candidates) and fan.candidates[fan.num_taken][0] in node.children:
+            fan.num_taken += 1
+        return (fan.candidates[fan.num_taken], fan.step) if fan.num_taken < len(fan.candidates) else None
 
     def enqueue(self, node: Node) -> None:
         """Let the next candidate of `node` wait for room in the tree. Call after each change of its children."""

@@ -52,7 +52,8 @@ def plan_step(sessions: Iterable[DraftSession], rules: StepRules, *, num_free_sl
         plan.compute(session, plan.room)
     num_reserved = sum(s.num_pending for s in behind)
     leaf_slots = num_free_slots - num_reserved - rules.reserved_slots_per_session * len(active)
-    for session, node in _best_leaves(active, min(_num_leaves(active, rules), plan.room, leaf_slots)):
+    growing = [session for session in active if plan.reaches_root(session)]
+    for session, node in _best_leaves(growing, min(_num_leaves(active, rules), plan.room, leaf_slots)):
         plan.expand(session, node)
     prefill_room = min(plan.room, rules.shared_prefill_rows) if plan.works else plan.room
     for session in behind:
@@ -113,6 +114,11 @@ class _Plan:
             self.room -= count
         return max(count, 0)
 
+    def reaches_root(self, session: DraftSession) -> bool:
+        """Whether all its committed tokens are computed when this step ends."""
+        work = self.works.get(session.key)
+        return not session.num_pending or (work is not None and work.reaches_root)
+
     def expand(self, session: DraftSession, node: Node) -> None:
         self._work_of(session).nodes.append(node)
         self.room -= 1
@@ -158,10 +164,11 @@ def _best_leaves(active: Iterable[DraftSession], limit: int) -> list[tuple[Draft
     candidates = [
         (session, node)
         for session in active
-        for node in heapq.nlargest(min(limit, session.max_expansions), session.leaves(), key=_reach)
+        for node in heapq.nlargest(min(limit, session.max_expansions), session.leaves(), key=_order)
     ]
-    return heapq.nlargest(limit, candidates, key=lambda candidate: candidate[1].reach)
+    return heapq.nlargest(limit, candidates, key=lambda candidate: _order(candidate[1]))
 
 
-def _reach(node: Node) -> float:
-    return node.reach
+def _order(node: Node) -> tuple[float, int]:
+    """Best last; a node never comes after what hangs below it."""
+    return node.reach, -node.depth

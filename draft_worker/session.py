@@ -4,7 +4,12 @@ Owns: what a commit, an expansion or the end of drafting does to tokens, slots a
 Must not know: torch, gRPC, other sessions, when a step runs.
 
 An *expanded* node has a slot (its K and V are computed) and a fan: the ranked candidates its row gave.
-The root is expanded exactly when every committed token is computed; until then the tree is empty.
+The root is expanded exactly when every committed token is computed.
+
+A *lookup* is a node that nobody has ranked yet: what followed the same few tokens earlier in the text. Lookups stand
+below leaves and below a root that is still to be computed, so that one step computes a leaf and its likely
+continuation together, as the target does with a draft. They are told to nobody until the model has ranked them, and
+say nothing of the draft's merit: they only make the tree grow faster where text repeats itself.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import numpy.typing as npt
 from draft_worker.fans import Candidate, Fan, Fans
 from specpipe.calibration import Calibrator
 from specpipe.errors import InvariantError
+from specpipe.ngram import NgramDrafter
 from specpipe.sampling.coupled import Chooser
 from specpipe.sampling.rejection import CONTEXT, Proposer
 from specpipe.tree import DraftTree, Node
@@ -28,6 +34,7 @@ DRAFTER = "model"
 SAMPLING_DRAFTER = (
     "model/sampled"  # under the rejection rule confidences mean something else: they are calibrated apart
 )
+LOOKUP = "lookup"
 DEFAULT_CHAIN_LENGTH = 4  # K in sync mode when the request names none
 
 
@@ -41,6 +48,7 @@ class GrowthRules:
     min_reach: float = 0.001  # a node of smaller reach is neither kept (unless first-ranked) nor expanded
     min_share: float = 0.05  # a candidate waits while its reach is below this share of the best leaf's ...
     num_free_nodes: int = 32  # ... and the tree has so many nodes
+    num_lookups: int = 16  # nodes looked up at once, below one leaf
     min_chain: int = 8  # the first-ranked path grows this deep whatever its reach: a flat draft may be right
     min_wanted_nodes: int = 64  # a session with fewer nodes always grows
     wanted_nodes_per_budget: float = 16.0  # times the nodes that the target would verify next: then it has enough
@@ -108,6 +116,7 @@ class DraftSession:
         self._max_position = min(opened.stops.max_length - 2, max_context)
         self._fans = Fans(calibrator.estimate, self._drafter)
         self._unsent: dict[Node, int] = {}  # new nodes and the step that ranked them
+        self._lookup = self._open_lookup(opened)
         self._reported_step = 0  # last step whose share was reported
         self._answered_base = -1  # base whose last extension (is_exhausted) was sent
         self.tree = self._create_tree()
@@ -155,12 +164,13 @@ class DraftSession:
     # What there is to expand
 
     def leaves(self) -> Iterator[Node]:
-        """Nodes worth expanding now. Each gets at least one child if it is expanded before the tree changes."""
-        if not self.is_active or self.num_pending or self.max_expansions < 1:
+        """Nodes worth expanding now, parents first. Each gets at least one child if it is expanded, after its parents,
+        before the tree changes. While committed tokens are pending, these are lookups below the last of them."""
+        if not self.is_active or self.max_expansions < 1:
             return
         end = self._chain_end()
         if self._chain_length is not None:
-            if end.depth < self._chain_length and self._can_expand(end):
+            if not self.num_pending and end.depth < self._chain_length and self._can_expand(end):
                 yield end
         elif self.tree.num_nodes < self._wanted_nodes():
             for node in self.tree.nodes():
@@ -182,9 +192,12 @@ class DraftSession:
         """
         count = 1 if self.is_sync else self._rules.fan
         for node, logits in results:
-            self._fans.put(node, Fan(self._rank(node, logits, count), step.number))
+            fan = Fan(self._rank(node, logits, count), step.number)
+            self._fans.put(node, fan)
+            self._confirm_lookups(node, fan)
             self._add_next_of(node)
         self._widen()
+        self._look_up()
 
     def spent(self, step: DraftStep) -> None:
         """Account a step that had rows of this session."""
@@ -203,7 +216,10 @@ class DraftSession:
         self._chain_time = _ChainTime()
         self._is_off = self._is_off or not self._knows(tokens)
         self._keep_alive(advance.path)
+        if self._lookup is not None:
+            self._lookup.commit(tokens)
         self._widen()
+        self._look_up()
         return [node.slot for node in advance.dropped if node.slot is not None]
 
     def reset(self) -> list[int]:
@@ -217,7 +233,7 @@ class DraftSession:
 
     def resend(self) -> None:
         """Everything below the base is to be sent again: the receiver may have lost messages."""
-        self._unsent = {node: node.draft_step for node in self.tree.nodes()}
+        self._unsent = {node: node.draft_step for node in self.tree.nodes() if not is_lookup(node)}
         self._answered_base = -1
 
     def take_extension(self, step: DraftStep) -> Extension | None:
@@ -249,12 +265,15 @@ class DraftSession:
         _require(self.tree.base == self.base, f"tree at {self.tree.base}, {self.base} committed tokens")
         _require(len(self.slots) <= self.base, f"{len(self.slots)} slots for {self.base} committed tokens")
         nodes = list(self.tree.nodes())
-        _require(not nodes or len(self.slots) == self.base, "a tree below a committed token that is not computed")
+        is_computed = len(self.slots) == self.base
+        _require(is_computed or all(map(is_lookup, nodes)), "a tree below a committed token that is not computed")
         _require(set(self._unsent) <= set(nodes), "an unsent node left the tree")
         for node in nodes:
             is_expanded = node.slot is not None
             _require(is_expanded == (node in self._fans), f"node at depth {node.depth}: slot and fan disagree")
-            _require(is_expanded or not node.children, f"node at depth {node.depth} has children but no slot")
+            is_sound = is_expanded or all(map(is_lookup, node.children.values()))
+            _require(is_sound, f"node at depth {node.depth} has ranked children but no slot")
+            _require(not (is_lookup(node) and is_expanded), f"lookup at depth {node.depth} is expanded")
         _require(set(self._fans) <= {self.tree.root, *nodes}, "a fan of a node that left the tree")
 
     # Helpers
@@ -297,15 +316,60 @@ class DraftSession:
         return candidates
 
     def _add_next_of(self, node: Node) -> None:
-        """Turn the best waiting candidate of `node` into a node; there is room for it."""
+        """Turn the best waiting candidate of `node` into a node, if there is room."""
         following = self._fans.next_of(node)
-        if following is None:
-            return
-        (token, confidence), step = following
+        if following is not None and self.max_expansions > 0:
+            (token, confidence), step = following
+            self._add_child(node, token, confidence, step)
+        self._fans.enqueue(node)
+
+    def _add_child(self, node: Node, token: int, confidence: float, step: int) -> None:
         child = self.tree.add_child(node, token, confidence, drafter=self._drafter, draft_step=step)
         assert child is not None, "no room for a child"
         self._unsent[child] = step
-        self._fans.enqueue(node)
+
+    def _confirm_lookups(self, node: Node, fan: Fan) -> None:
+        """Lookups below a node that was just ranked become what the model says of them: in the company of those that
+        it ranks before, or after all that it ranks."""
+        lookups = dict(node.children)
+        if not lookups:
+            return
+        last = max((rank for rank, (token, _) in enumerate(fan.candidates) if token in lookups), default=-1)
+        ranked = fan.candidates[: last + 1]
+        if self.tree.num_nodes + len(ranked) < self._rules.max_nodes:
+            for token, confidence in ranked:
+                if token not in lookups:
+                    self._add_child(node, token, confidence, fan.step)
+        confidences = dict(fan.candidates)
+        least = fan.candidates[-1][1] / 2
+        for token, child in lookups.items():
+            confidence = confidences.get(token, least)
+            self.tree.restate(child, confidence, drafter=self._drafter, draft_step=fan.step)
+            self._unsent[child] = fan.step
+
+    def _look_up(self) -> None:
+        """Put what followed earlier in the text below the likeliest leaf, or below a root that is yet to be ranked."""
+        if self._lookup is None or not self.can_draft:
+            return
+        node: Node | None = self.tree.root
+        if not self.num_pending:
+            leaves = (node for node in self.tree.nodes() if node.slot is None and not node.children)
+            node = max(leaves, key=lambda node: node.reach, default=None)
+        if node is None or is_lookup(node) or node.children:
+            return
+        path = [above.token for above in node.path()]
+        nodes: list[Node | None] = [node]
+        for parent, token, confidence in zip(*self._lookup.grow(self._rules.num_lookups, path), strict=True):
+            above = nodes[parent]
+            child = self.tree.add_child(above, token, confidence, drafter=LOOKUP) if above is not None else None
+            nodes.append(child)
+
+    def _open_lookup(self, opened: Open) -> NgramDrafter | None:
+        if self.is_sync or self._proposer is not None:
+            return None
+        lookup = NgramDrafter()
+        lookup.open(opened.tokens)
+        return lookup
 
     def _widen(self) -> None:
         """Add waiting candidates, best first, while they compare with the leaves that would be expanded next."""
@@ -326,6 +390,8 @@ class DraftSession:
         for token, origin in itertools.zip_longest(tokens, origins):
             was_tested = self._drafter == DRAFTER or origin in (Origin.ACCEPTED, Origin.RECOVERED)
             for child in node.children.values() if was_tested else ():
+                if is_lookup(child):
+                    continue
                 is_choice = child.token == token
                 self._calibrator.observe(child.rank, child.depth, child.confidence, self._drafter, is_choice)
             if token not in node.children:
@@ -360,6 +426,11 @@ class DraftSession:
             draft_step_ms=time.step_ms / max(time.num_steps, 1),
             draft_share_ms=time.share_ms,
         )
+
+
+def is_lookup(node: Node) -> bool:
+    """Whether nobody has ranked it yet."""
+    return node.drafter == LOOKUP
 
 
 def _chain_length(opened: Open) -> int | None:

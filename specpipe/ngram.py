@@ -1,6 +1,6 @@
 """Drafts without a model: what followed the last few tokens when they stood in the text before.
 
-Owns: one session's index of its own text. Must not know: models, sessions, trees, gRPC. Runs inside the target worker.
+Owns: one session's index of its own text. Must not know: models, sessions, trees, gRPC. Runs inside both workers.
 Work is proportional to new tokens, not to the text.
 """
 
@@ -20,7 +20,7 @@ class NgramDrafter:
     `open`, then `commit` and `grow` in any order, then `close`.
     """
 
-    def __init__(self, min_n: int = 2, max_n: int = 4, max_depth: int = 8) -> None:
+    def __init__(self, min_n: int = 2, max_n: int = 4, max_depth: int = 16) -> None:
         if not 1 <= min_n <= max_n:
             raise ValueError(f"min_n must be in 1..max_n, got {min_n} and {max_n}")
         self._min_n = min_n
@@ -45,11 +45,15 @@ class NgramDrafter:
                 self._latest[gram] = index
             self._tokens.append(token)
 
-    def grow(self, limit: int) -> tuple[list[int], list[int], list[float]]:
-        """At most `limit` nodes below the last token, the likeliest: parents, tokens, confidences as in Extension."""
+    def grow(self, limit: int, path: Sequence[int] = ()) -> tuple[list[int], list[int], list[float]]:
+        """At most `limit` nodes below the last token, the likeliest: parents, tokens, confidences as in Extension.
+
+        With a `path`, below that, as if its tokens had been committed.
+        """
+        context = [*self._tokens[-self._max_n :], *path][-self._max_n :] if path else self._tokens[-self._max_n :]
         trie = _Trie()
-        for start, length in self._places():
-            trie.add(self._continuation(start), float(length + 1 - self._min_n))
+        for start, length in self._places(context):
+            trie.add(self._continuation(start, path), float(length + 1 - self._min_n))
         return trie.best(limit)
 
     def close(self) -> None:
@@ -60,29 +64,27 @@ class NgramDrafter:
     def _last_gram(self) -> tuple[int, ...] | None:
         return tuple(self._tokens[-self._min_n :]) if len(self._tokens) >= self._min_n else None
 
-    def _places(self) -> list[tuple[int, int]]:
+    def _places(self, context: Sequence[int]) -> list[tuple[int, int]]:
         """(index of what followed, tokens that match before it) of earlier places: longest first, then latest."""
-        gram = self._last_gram()
-        place = -1 if gram is None else self._latest.get(gram, -1)
+        place = self._latest.get(tuple(context[-self._min_n :]), -1) if len(context) >= self._min_n else -1
         found: list[tuple[int, int]] = []
         while place >= 0 and len(found) < _MAX_LOOKED_AT:
-            found.append((place, self._match_length(place)))
+            found.append((place, self._match_length(place, context)))
             place = self._earlier[place]
         return sorted(found, key=lambda item: (-item[1], -item[0]))[:_MAX_FOLLOWED]
 
-    def _match_length(self, place: int) -> int:
+    def _match_length(self, place: int, context: Sequence[int]) -> int:
         tokens, length = self._tokens, self._min_n
-        while length < min(self._max_n, place) and tokens[place - 1 - length] == tokens[-1 - length]:
+        while length < min(len(context), place) and tokens[place - 1 - length] == context[-1 - length]:
             length += 1
         return length
 
-    def _continuation(self, start: int) -> list[int]:
+    def _continuation(self, start: int, path: Sequence[int]) -> list[int]:
         """What stood from `start` on; beyond the end of the text it repeats what it gave, as a loop in the text."""
-        tokens, size = self._tokens, len(self._tokens)
-        path: list[int] = []
-        for index in range(start, start + self._max_depth):
-            path.append(tokens[index] if index < size else path[index - size])
-        return path
+        text = [*self._tokens[start : start + self._max_depth], *path]
+        while len(text) < self._max_depth:
+            text += text
+        return text[: self._max_depth]
 
 
 class _Trie:

@@ -98,6 +98,12 @@ class DraftTree:
         child = parent.children.get(token)
         return child if child is not None else self._create(parent, token, confidence, drafter, draft_step)
 
+    def restate(self, child: Node, confidence: float, *, drafter: str, draft_step: int) -> None:
+        """Say anew who guessed a node, and how sure: it and its siblings are ranked again."""
+        assert child.parent is not None
+        child.confidence, child.drafter, child.draft_step = confidence, drafter, draft_step
+        self._rank_children(child.parent, changed=child)
+
     def graft(self, extension: Extension, committed: Sequence[int]) -> Graft:
         """Unite the tree with an extension. `committed`: all tokens of the session, `base` of them.
 
@@ -279,7 +285,7 @@ class DraftTree:
         return child
 
     def _rank_children(self, parent: Node, *, changed: Node) -> None:
-        """Restore rank order after `changed` came or grew surer; weigh anew whatever that moved."""
+        """Restore rank order after `changed` came or is sure anew; weigh anew whatever that moved."""
         ranked = sorted(parent.children.values(), key=lambda child: child.order)
         parent.children = {child.token: child for child in ranked}
         for rank, child in enumerate(ranked):

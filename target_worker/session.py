@@ -129,12 +129,17 @@ class Session:
 
     @property
     def has_draft(self) -> bool:
-        """Whether the round may begin: sync wants its whole chain, pipelined any node, unless no more will come."""
+        """Whether the round may begin: sync wants its whole chain, pipelined any node of its drafter's."""
         if self.max_depth == 0 or self.mode is Mode.OFF or self.opened.speculation.drafter == "ngram":
             return True
         if self.mode is Mode.SYNC:
             return self.round == 0 or self._chain_depth() >= self.max_depth
-        return bool(self.tree.root.children)
+        return any(map(self._is_own, self.tree.root.children.values()))
+
+    @property
+    def expected_accepted(self) -> float:
+        """Drafted tokens that a round of all that is known now would add, as estimated."""
+        return sum(node.reach for node in self.tree.nodes() if node.depth <= self.max_depth)
 
     def graft(self, extension: Extension) -> None:
         """Take a hint. One that is malformed, ahead, or off the committed path is counted as stale and dropped."""
@@ -148,10 +153,12 @@ class Session:
             self.watch.on_extension(extension, outcome)
 
     def draft_ngram(self) -> None:
-        """Let the session's own lookup propose, once a base: always if it is the drafter, else on a miss."""
+        """Let the session's own lookup propose, once a base. Under the rejection rule, where the first draw at a node
+        stays and a lookup's is a poor one, only if nothing else is there."""
         if self._ngram is None or self._is_ngram_fresh or self.max_depth == 0:
             return
-        if self.opened.speculation.drafter != "ngram" and self.tree.root.children:
+        is_fallback = self._judge is not None and self.opened.speculation.drafter != "ngram"
+        if is_fallback and self.tree.root.children:
             return
         self._is_ngram_fresh = True
         limit = self.max_depth if self.mode is Mode.SYNC else NGRAM_NODES
@@ -284,8 +291,8 @@ class Session:
         return first is not None and self._is_own(first)
 
     def _is_own(self, node: Node) -> bool:
-        """Whether the session's drafter guessed it: a lookup on a miss saves time, and is no merit of a draft model."""
-        return node.drafter != "ngram" or self.opened.speculation.drafter == "ngram"
+        """Whether the session's drafter guessed it: a lookup beside a draft model saves time, and is no merit of it."""
+        return node.draft_step > 0 or node.drafter != "ngram" or self.opened.speculation.drafter == "ngram"
 
     def _calibrate(self, result: Walk, rows: Mapping[Node, int]) -> None:
         """Every child of a walked node that was known when the step began, verified or not; but a draw only where it

@@ -71,16 +71,16 @@ class Pace:
         for i in range(num_judged):
             self._first_ranked += _FORGET / 2 * ((i < num_first_ranked) - self._first_ranked)
 
-    def worth_ms(self, plain_ms: float) -> float:
-        """The longest wait for a draft that beats going on plainly at once.
+    def worth_ms(self, plain_ms: float, num_tokens: float = 1.0) -> float:
+        """The longest wait for a draft that beats going on at once, which takes `plain_ms` and gives `num_tokens`.
 
-        With r tokens per millisecond in the long run and acceptance a, a plain step gives 1 - r x plain tokens more
-        than its time is worth and leaves the next round without a draft with probability 1 - a, which costs r x wait
-        again. So waiting wins while wait < (plain - 1 / r) / a.
+        With r tokens per millisecond in the long run and acceptance a, going on gives num_tokens - r x plain tokens
+        more than its time is worth and leaves the next round without a draft with probability 1 - a, which costs
+        r x wait again. So waiting wins while wait < (plain - num_tokens / r) / a.
         """
         if self._num_rounds < 4 or self._tokens <= 0:
-            return plain_ms / 2
-        gained_ms = plain_ms - self._ms / self._tokens
+            return max(0.0, plain_ms * (1.5 - num_tokens))
+        gained_ms = plain_ms - num_tokens * self._ms / self._tokens
         return min(plain_ms, gained_ms / max(self._first_ranked, 0.05))
 
 

@@ -322,6 +322,7 @@ class TargetLoop:
             return False
         if session.num_pending > 1 or session.has_draft or not watch.may_wait():
             return False
+        session.draft_ngram()
         limit_ms = self._wait_limit_ms(session, is_sole=is_sole)
         if limit_ms > 0:
             watch.begin(now, limit_ms)
@@ -333,7 +334,7 @@ class TargetLoop:
         if not is_sole:
             return 0.0
         plain_ms = self._costs.estimate(1, len(session.tokens)) + self._costs.gap_ms
-        return self._times.limit_ms(self._pace.worth_ms(plain_ms))
+        return self._times.limit_ms(self._pace.worth_ms(plain_ms, 1.0 + session.expected_accepted))
 
     def _end_wait(self, session: Session, now: float, *, has_come: bool) -> None:
         """It came, or its time is over, or others want to run: the last says nothing about how fast drafts come."""

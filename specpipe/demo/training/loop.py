@@ -1,4 +1,4 @@
-"""The training loop both models share: a schedule by the clock, checkpoints, a log.
+"""The training loop both models share: a schedule by processor time, checkpoints, a log.
 
 What a step learns from is the caller's: a function from (step, progress) to micro-batches and one from a micro-batch
 to a loss.
@@ -25,7 +25,7 @@ _LOG_EVERY_STEPS = 20
 class Schedule:
     """When training ends, and how fast it learns until then."""
 
-    minutes: float  # the time budget, over all resumed runs together
+    minutes: float  # the budget of processor time, over all resumed runs together: pauses and busy neighbours cost none
     warmup: float = 0.02  # share of the budget in which the rate rises from 0
     cooldown: float = 0.5  # share of the budget, at its end, in which it falls to 0
     checkpoint_minutes: float = 4.0  # time between two checkpoints
@@ -65,11 +65,11 @@ class Trainer:
     def run(self, task: Task) -> None:
         """Train to the end of the budget, with a checkpoint every few minutes and at the end."""
         self._model.train()
-        last_s = saved_s = time.monotonic()
+        last_s = saved_s = time.process_time()
         losses: list[float] = []
         while (progress := self._spent_s / (60 * self._schedule.minutes)) < 1:
             losses.append(self._train_step(task, progress))
-            now_s = time.monotonic()
+            now_s = time.process_time()
             self._spent_s += now_s - last_s
             last_s = now_s
             if self._step % _LOG_EVERY_STEPS == 0:
