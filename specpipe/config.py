@@ -39,6 +39,7 @@ class EngineConfig:
     num_slots: int | None = None  # KV slots; None: by memory
     max_sessions: int = 64  # sessions open at once
     max_batch_tokens: int = 256  # rows of one step
+    has_prefix_cache: bool = True  # computed prefixes are shared among sessions, and cached while slots are free
     num_threads: int = 1  # compute threads
     core: int | None = None  # CPU core to pin the process to; None: not pinned
 

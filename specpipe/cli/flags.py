@@ -75,6 +75,7 @@ class EngineFlags:
     num_slots: Annotated[int | None, option("Tokens the KV cache holds.  [by memory]")] = None
     max_sessions: Annotated[int, option("Sessions open at once.  [64]")] = 64
     max_batch_tokens: Annotated[int, option("Rows of one step at most.  [256]")] = 256
+    no_prefix_cache: Annotated[bool, option("Compute every prompt anew.", "--no-prefix-cache")] = False
     num_threads: Annotated[int, option("Compute threads.  [1]")] = 1
     core: Annotated[int | None, option("CPU core to stay on.  [any]")] = None
 

@@ -35,6 +35,7 @@ class ServeFlags:
     num_slots: Annotated[int | None, option("Tokens that each KV cache holds.  [by memory]")] = None
     max_sessions: Annotated[int, option("Requests answered at once; more wait.  [64]")] = 64
     max_batch_tokens: Annotated[int | None, option("Rows of one step at most.  [256]")] = None
+    no_prefix_cache: Annotated[bool, option("Compute every prompt anew.", "--no-prefix-cache")] = False
     grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
     json: Annotated[bool, option("One JSON line when ready.", "--json")] = False
     log_level: Annotated[str, option("debug, info, warning or error.  [info]")] = "info"
@@ -72,6 +73,7 @@ def service_config(own: ServeFlags, service: ServiceFlags, speculation: Speculat
         num_slots=own.num_slots,
         max_sessions=own.max_sessions,
         max_batch_tokens=own.max_batch_tokens,
+        has_prefix_cache=not own.no_prefix_cache,
         grace_s=own.grace,
         is_pinned=not service.no_pin,
         log_level=own.log_level,

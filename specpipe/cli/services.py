@@ -169,6 +169,7 @@ def engine_config(model: str, flags: EngineFlags) -> EngineConfig:
         num_slots=flags.num_slots,
         max_sessions=flags.max_sessions,
         max_batch_tokens=flags.max_batch_tokens,
+        has_prefix_cache=not flags.no_prefix_cache,
         num_threads=flags.num_threads,
         core=flags.core,
     )

@@ -43,6 +43,7 @@ class ServiceConfig:
     num_slots: int | None = None
     max_sessions: int = 64  # answered at once; more wait
     max_batch_tokens: int | None = None
+    has_prefix_cache: bool = True  # of target and draft workers
     grace_s: float = 10.0  # how long SIGTERM lets answers finish
     is_pinned: bool = True  # each model process on a core of its own while there are enough
     log_level: str = "warning"
@@ -125,7 +126,7 @@ def usable_cores() -> list[int]:
 
 
 def _engine_arguments(config: ServiceConfig, model: str) -> tuple[str, ...]:
-    return _flags(
+    flags = _flags(
         model=model,
         dtype=config.dtype,
         device=config.device,
@@ -138,6 +139,7 @@ def _engine_arguments(config: ServiceConfig, model: str) -> tuple[str, ...]:
         grace=config.grace_s,
         log_level=config.log_level,
     )
+    return flags if config.has_prefix_cache else (*flags, "--no-prefix-cache")
 
 
 def _core_arguments(cores: Sequence[int]) -> tuple[str, ...]:

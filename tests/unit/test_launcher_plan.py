@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from tiny_models import make_pair
+
+from specpipe.cli.flags import EngineFlags
+from specpipe.cli.services import engine_config
 from specpipe.errors import ConfigError
 from specpipe.launcher.plan import ProcessSpec, ServiceConfig, plan_coordinator, plan_workers
 from specpipe.launcher.service import process_names
@@ -40,6 +45,19 @@ def test_each_rank_has_a_core_of_its_own() -> None:
 def test_nothing_is_pinned_when_asked_so_or_with_one_core(is_pinned: bool, cores: list[int]) -> None:
     config = ServiceConfig(target="t", draft="d", is_pinned=is_pinned)
     assert cores_of(plan_workers(config, cores)) == [None, None]
+
+
+def test_without_a_prefix_cache_no_worker_has_one() -> None:
+    for has_one in (True, False):
+        specs = plan_workers(ServiceConfig(target="t", draft="d", has_prefix_cache=has_one), [0, 1])
+        assert ["--no-prefix-cache" not in spec.arguments for spec in specs] == [has_one] * 2
+
+
+@pytest.mark.parametrize("arguments", [{}, {"no_prefix_cache": True}])
+def test_a_worker_shares_prefixes_unless_told_not_to(tmp_path: Path, arguments: dict[str, bool]) -> None:
+    make_pair(tmp_path)
+    config = engine_config(str(tmp_path / "draft"), EngineFlags(**arguments))
+    assert config.has_prefix_cache is not bool(arguments)
 
 
 @pytest.mark.parametrize(
