@@ -21,7 +21,9 @@ from specpipe.engine.plan import plan_step
 from specpipe.errors import InvariantError, SpecpipeError, UnsupportedModelError
 
 _CHECKED_ROWS = 4
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit
+# Of the largest logit. Two right computations differ so much in bfloat16: transformers' own against float32 by 0.066
+# on Qwen2.5-Coder-1.5B, where packed weights differ by 0.000015. A wrong one differs by about 1.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
 class PreparedModel:
@@ -70,7 +72,7 @@ class PreparedModel:
             self.dtype = self._probe().dtype
         after = self._sample_logits()
         error = float((after - before).abs().max() / before.abs().max().clamp(min=1e-6))
-        if not error <= _TOLERANCE.get(weights_dtype, 5e-2):
+        if not error <= _TOLERANCE.get(weights_dtype, 0.25):
             raise UnsupportedModelError(f"{self.name}: logits with packed weights differ by {error:.1e} of the largest")
 
     def _sample_logits(self) -> torch.Tensor:
