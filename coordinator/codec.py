@@ -75,7 +75,11 @@ def _finished_to_pb(event: Finished) -> generate_pb2.Finished:
     timing = event.timing
     return generate_pb2.Finished(
         finish_reason=FINISH_REASONS.to_pb(event.finish_reason),
-        usage=generate_pb2.Usage(prompt_tokens=event.prompt_tokens, completion_tokens=event.completion_tokens),
+        usage=generate_pb2.Usage(
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=event.completion_tokens,
+            cached_prompt_tokens=event.cached_prompt_tokens,
+        ),
         timing=generate_pb2.Timing(ttft_ms=timing.ttft_ms, tpot_ms=timing.tpot_ms, total_ms=timing.total_ms),
         speculation=_report_to_pb(event.speculation),
     )

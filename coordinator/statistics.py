@@ -25,6 +25,7 @@ class RequestStatistics:
     def __init__(self, speculation: SpeculationParams) -> None:
         self._speculation = speculation
         self._sums = RoundStats()
+        self.num_cached: int | None = None  # prompt tokens that the first target session found computed; None: untold
         self._num_tokens = 0  # committed in rounds
         self._num_accepted = 0
         self._steps: dict[int, _DraftStep] = {}  # of the draft session open now, by number
@@ -33,6 +34,8 @@ class RequestStatistics:
     def add_commit(self, commit: Commit) -> None:
         """`commit` holds only what was delivered: see `cut_commit`."""
         self._sums += commit.stats
+        if self._num_tokens == 0 and commit.round > 0:
+            self.num_cached = commit.stats.num_cached
         self._num_tokens += len(commit.tokens)
         self._num_accepted += commit.origins.count(Origin.ACCEPTED)
         for number in commit.verified_draft_steps:
@@ -115,7 +118,8 @@ def _length_of_first_round(origins: Sequence[Origin]) -> int:
 
 def _scaled(stats: RoundStats, share: float) -> RoundStats:
     scaled = {name: getattr(stats, name) * share for name in stats.__slots__}
-    return RoundStats(**{name: value if name.endswith("_ms") else round(value) for name, value in scaled.items()})
+    sums = RoundStats(**{name: value if name.endswith("_ms") else round(value) for name, value in scaled.items()})
+    return replace(sums, num_cached=stats.num_cached)  # no sum: the first round said it
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

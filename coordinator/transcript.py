@@ -87,6 +87,7 @@ class Transcript:
                 total_ms=total_ms,
             ),
             speculation=self.statistics.report(),
+            cached_prompt_tokens=self.statistics.num_cached,
         )
 
     def _read(self, commit: Commit) -> tuple[Commit, list[str]]:

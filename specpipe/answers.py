@@ -91,6 +91,7 @@ class Finished:
     completion_tokens: int
     timing: Timing
     speculation: SpeculationStats
+    cached_prompt_tokens: int | None = None  # of the prompt's, those that were computed before; None: not known
 
 
 AnswerEvent = Started | Chunk | Finished

@@ -229,18 +229,19 @@ def _chunk_from_pb(chunk_pb: generate_pb2.Chunk) -> Chunk:
 
 
 def _finished_from_pb(finished_pb: generate_pb2.Finished) -> Finished:
-    timing_pb = finished_pb.timing
+    timing_pb, usage_pb = finished_pb.timing, finished_pb.usage
     reason = common_pb2.FinishReason.Name(finished_pb.finish_reason)
     return Finished(
         finish_reason=FinishReason[reason.removeprefix("FINISH_REASON_")],
-        prompt_tokens=finished_pb.usage.prompt_tokens,
-        completion_tokens=finished_pb.usage.completion_tokens,
+        prompt_tokens=usage_pb.prompt_tokens,
+        completion_tokens=usage_pb.completion_tokens,
         timing=Timing(
             ttft_ms=timing_pb.ttft_ms,
             tpot_ms=timing_pb.tpot_ms if timing_pb.HasField("tpot_ms") else None,
             total_ms=timing_pb.total_ms,
         ),
         speculation=_stats_from_pb(finished_pb.speculation),
+        cached_prompt_tokens=usage_pb.cached_prompt_tokens if usage_pb.HasField("cached_prompt_tokens") else None,
     )
 
 

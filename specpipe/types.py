@@ -156,6 +156,7 @@ class RoundStats:
     num_steps: int = 0  # steps with rows of this session (prefill included)
     gap_ms: float = 0.0  # sum over rounds of: end of the previous target step to start of this, while ready
     num_gaps: int = 0
+    num_cached: int = 0  # prompt tokens whose K and V were there already (said with a session's first round)
 
     def __add__(self, other: RoundStats) -> RoundStats:
         return RoundStats(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})

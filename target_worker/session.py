@@ -73,6 +73,7 @@ class Session:
         self.tokens = list(opened.tokens)
         self.slots: list[int] = []  # of positions 0 ..; all tokens but the last have one while running
         self.num_computed = 0  # positions whose K and V are in their slots
+        self.num_shared = 0  # of those, the first ones that another session had computed
         self.round = 0
         self.last_step = 0  # number of the last step with rows of this session
         self.finish_reason: FinishReason | None = None
@@ -275,6 +276,7 @@ class Session:
             num_first_ranked=sum(_is_first(node, choice) for node, choice in judged),
             num_hits=int(is_counted and is_hit),
             num_misses=int(is_counted and not is_hit),
+            num_cached=min(self.num_shared, self.opened.num_prompt_tokens) if self.round == 1 else 0,
             step_ms=step_ms,
             num_steps=1,
             gap_ms=gap_ms,

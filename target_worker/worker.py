@@ -19,6 +19,7 @@ import numpy.typing as npt
 from specpipe.calibration import Calibrator
 from specpipe.config import TargetWorkerConfig
 from specpipe.engine.interface import StepModel
+from specpipe.engine.slots import create_pool
 from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateRequestError, SpecpipeError
 from specpipe.tree import Node
 from specpipe.types import (
@@ -67,7 +68,7 @@ class TargetLoop:
         self._clock = clock
         self._costs = costs or StepCosts(config.engine.max_batch_tokens)
         self._limits = Limits(info=model.info, num_slots=model.num_slots, max_nodes=config.max_nodes)
-        self._room = Room(model.num_slots, model.clear_slots)
+        self._room = Room(create_pool(config.engine, model.num_slots), model.clear_slots)
         self._calibrator = Calibrator()
         self._times = ExtensionTimes()
         self._pace = Pace()
@@ -287,12 +288,15 @@ class TargetLoop:
             return
         if num_sessions == 1:
             self._observe_pace(session, len(result.tokens), start, step_ms)
+        was_cold = session.is_cold
         commit = session.commit(result, rows, step_ms=step_ms, gap_ms=self._gap_ms(session, start))
         self._pace.observe_guesses(*session.last_guesses)
         self._room.take_back(step.nodes, result.path, poisoned=poisoned)
         if result.finish_reason is not None:
             session.phase = Phase.FINISHED
             self._room.leave(session)
+        elif was_cold:
+            self._room.remember(session)
         self._send(session.link, replace(commit, next_budget=self._budget(session)))
 
     def _budget(self, session: Session) -> int:

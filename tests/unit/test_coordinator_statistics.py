@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,3 +132,18 @@ def test_a_cut_never_makes_sums_contradict(origins: str, kept: int) -> None:
     assert 1 <= cut.stats.num_rounds <= num_rounds
     assert cut.stats.num_rounds <= len(cut.tokens)
     assert 0 <= cut.stats.num_first_ranked <= cut.stats.num_judged <= num_judged
+
+
+def test_the_first_round_says_how_much_of_the_prompt_was_cached() -> None:
+    statistics = RequestStatistics(SpeculationParams())
+    assert statistics.num_cached is None
+    statistics.add_commit(cut_commit(commit("PPPP", num_rounds=4, num_cached=40), 1))
+    statistics.add_commit(commit("P", num_rounds=1, num_cached=7))  # the first round on another target worker
+    assert statistics.num_cached == 40
+
+
+def test_tokens_told_without_rounds_leave_it_unknown() -> None:
+    statistics = RequestStatistics(SpeculationParams())
+    statistics.add_commit(replace(commit("PP"), round=0))
+    statistics.add_commit(commit("P", num_rounds=1))
+    assert statistics.num_cached is None
