@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.requests import Question, Request
+from specpipe.config import MAX_SPECULATIVE_TOKENS
 from specpipe.errors import InvalidRequestError, ModelNotFoundError
 from specpipe.types import Mode, ModelInfo, Rule, SamplingParams, SpeculationParams, StopRules
 
@@ -22,7 +23,6 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_SPECULATIVE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started, Timing
+from specpipe.config import MAX_SPECULATIVE_TOKENS
 from specpipe.errors import InvalidRequestError, ModelNotFoundError, SpecpipeError, WorkerUnavailableError
 from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from specpipe.server import create_channel, error_from_status
@@ -67,7 +68,11 @@ class GenerateRequest:
         yield "stop", all(self.stop), "texts of at least one character"
         yield "stop_token_ids", all(0 <= i < 2**31 for i in self.stop_token_ids), "token ids of at least 0"
         k = self.num_speculative_tokens
-        yield "num_speculative_tokens", k is None or 1 <= k < 2**31, "at least 1"
+        yield (
+            "num_speculative_tokens",
+            k is None or 1 <= k <= MAX_SPECULATIVE_TOKENS,
+            f"from 1 to {MAX_SPECULATIVE_TOKENS}",
+        )
 
 
 @dataclass(slots=True, kw_only=True)

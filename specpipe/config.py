@@ -5,10 +5,31 @@ Owns: frozen dataclasses, one line of documentation per field. What is learned a
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 from specpipe.errors import ConfigError
 from specpipe.types import Mode, Rule
+
+MAX_SPECULATIVE_TOKENS: Final = 256  # K of a request at most
+
+
+def check_counts(config: Any, *names: str, least: int = 1) -> None:
+    """Raise ConfigError, naming the field, for one that is given and below `least`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def check_k(num_speculative_tokens: int | None) -> None:
+    """Raise ConfigError for a K that no request may have."""
+    if num_speculative_tokens is not None and not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, got {num_speculative_tokens}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +67,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
-        if self.device != "cpu" and not self.device.startswith("cuda"):
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
-        for name in ("max_context", "num_slots", "max_sessions", "max_batch_tokens", "num_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_counts(self, "max_context", "num_slots", "max_sessions", "max_batch_tokens", "num_threads")
         if self.num_slots == 1:
             raise ConfigError("num_slots must be at least 2, got 1: the first slot is scratch and holds no token")
 
@@ -62,6 +80,9 @@ class DraftWorkerConfig:
     engine: EngineConfig
     max_nodes: int = 256  # nodes of one session's draft tree
     max_depth: int = 48  # its depth
+
+    def __post_init__(self) -> None:
+        check_counts(self, "max_nodes", "max_depth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +96,10 @@ class TargetWorkerConfig:
     max_prefill_slowdown: float = 2.0  # a step with prefill may take this many times its decode part
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
+        check_counts(self, "tensor_parallel_size", "max_nodes")
+        for name in ("max_shared_slowdown", "max_prefill_slowdown"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number of at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,3 +115,8 @@ class CoordinatorConfig:
     max_sessions: int = 256  # requests answered at once; more wait in a queue
     max_queue: int = 1024  # requests waiting; more are refused
     served_model_name: str = ""  # name clients use; empty: the target's folder name
+
+    def __post_init__(self) -> None:
+        check_counts(self, "max_sessions")
+        check_counts(self, "max_queue", least=0)
+        check_k(self.num_speculative_tokens)

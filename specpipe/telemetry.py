@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Final
+from typing import Final, Literal, get_args
 
 from specpipe.errors import ConfigError
 
-LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+LogLevel = Literal["debug", "info", "warning", "error"]
+LOG_LEVELS: Final[tuple[str, ...]] = get_args(LogLevel)
 FORWARDED: Final = {"is_forwarded": True}
 
 

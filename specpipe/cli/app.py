@@ -9,10 +9,11 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import Annotated, NoReturn, cast
 
 import typer
 
+from specpipe import __version__
 from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, exit_code_of, say_error
 from specpipe.cli.generate import generate
 from specpipe.cli.models import demo_models
@@ -32,6 +33,24 @@ app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def say_version(is_asked: bool) -> None:
+    if is_asked:
+        sys.stdout.write(f"specpipe {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def specpipe(
+    *,
+    is_version_asked: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=say_version)
+    ] = False,
+) -> None:
+    """Distributed, overlapped speculative decoding: the same tokens, sooner."""
+
+
 app.command()(generate)
 app.command()(serve)
 app.command("demo-models")(demo_models)
@@ -61,12 +80,21 @@ def run(arguments: list[str]) -> int:
         say_error(str(error))
         return exit_code_of(error)
     except UsageError as error:
-        say_error(error.format_message())
+        say_error(usage_sentence(error))
         return int(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except OSError as error:
         return _output_failed(error)
+
+
+def usage_sentence(error: typer.BadParameter) -> str:
+    """What typer says, but that hidden options are not suggested for one that is misspelt."""
+    options = error.ctx.command.params if error.ctx else []
+    hidden = {name for option in options if getattr(option, "hidden", False) for name in option.opts}
+    if possibilities := getattr(error, "possibilities", None):
+        error.possibilities = [name for name in possibilities if name not in hidden]  # type: ignore[attr-defined]
+    return error.format_message()
 
 
 def _output_failed(error: OSError) -> int:

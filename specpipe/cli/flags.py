@@ -1,23 +1,30 @@
 """Groups of flags as dataclasses, and the decorator that turns their fields into parameters of a command.
 
-Owns: names, help and defaults of flags that several commands share. Must not know: what a command does with them.
+Owns: names, help and defaults of flags that several commands share; their texts become values here, before a command
+begins (`specpipe.cli.values`). Must not know: what a command does with them.
 A flag's default is None where "not given" has to be told from "given": the service's own default then applies.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
+from specpipe.cli.values import as_text, is_list, kind_of, read_value, scalar_of
+from specpipe.telemetry import LogLevel
 from specpipe.types import Mode, Rule
 
+Dtype = Literal["auto", "float32", "bfloat16"]
 
-def option(help_text: str, *names: str) -> Any:
-    return typer.Option(*names, help=help_text, show_default=False)
+
+def option(help_text: str, *names: str, metavar: str = "TEXT") -> Any:
+    """`metavar` is what the list of options shows as the value of a text; other values have theirs by their kind."""
+    return typer.Option(*names, help=help_text, metavar=metavar, show_default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,27 +57,29 @@ class SpeculationFlags:
 class ServiceFlags:
     """What a service on this machine is made of."""
 
-    target: Annotated[str | None, option("Target model: folder or hub name.  [demo pair]")] = None
-    draft: Annotated[str | None, option("Draft model: folder, hub name, ngram or none.  [demo pair]")] = None
+    target: Annotated[str | None, option("Target model: folder or hub name.  [demo pair]", metavar="MODEL")] = None
+    draft: Annotated[
+        str | None, option("Draft model: folder, hub name, ngram or none.  [demo pair]", metavar="MODEL|ngram|none")
+    ] = None
     tensor_parallel_size: Annotated[int | None, option("Ranks of each target worker.  [1]")] = None
     draft_workers: Annotated[int | None, option("Draft workers.  [1]")] = None
     target_workers: Annotated[int | None, option("Target workers.  [1]")] = None
-    dtype: Annotated[str | None, option("auto, float32 or bfloat16.  [auto]")] = None
-    device: Annotated[str | None, option("cpu or cuda.  [cpu]")] = None
+    dtype: Annotated[Dtype | None, option("Of the weights in memory; auto: the folder's.  [auto]")] = None
+    device: Annotated[str | None, option("Where the model runs.  [cpu]", metavar="cpu|cuda")] = None
     no_pin: Annotated[bool, option("Do not pin workers to cores.", "--no-pin")] = False
 
     def given(self) -> list[str]:
         """The flags that were given, as they are written."""
         changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        return [f"--{name.replace('_', '-')}" for name in changed]
+        return [flag_of(name) for name in changed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
     """A model and the room it gets; see EngineConfig."""
 
-    dtype: Annotated[str, option("auto, float32 or bfloat16.  [auto]")] = "auto"
-    device: Annotated[str, option("cpu or cuda.  [cpu]")] = "cpu"
+    dtype: Annotated[Dtype, option("Of the weights in memory; auto: the folder's.  [auto]")] = "auto"
+    device: Annotated[str, option("Where the model runs.  [cpu]", metavar="cpu|cuda")] = "cpu"
     max_context: Annotated[int | None, option("Positions of a sequence at most.  [the model's limit]")] = None
     num_slots: Annotated[int | None, option("Tokens the KV cache holds.  [by memory]")] = None
     max_sessions: Annotated[int, option("Sessions open at once.  [64]")] = 64
@@ -84,10 +93,10 @@ class EngineFlags:
 class ServerFlags:
     """Where a process listens and how it ends; see ServerConfig."""
 
-    host: Annotated[str, option("Interface to listen on.  [127.0.0.1]")] = "127.0.0.1"
+    host: Annotated[str, option("Interface to listen on.  [127.0.0.1]", metavar="HOST")] = "127.0.0.1"
     port: Annotated[int, option("Port; 0: a free one.  [0]")] = 0
     grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
-    log_level: Annotated[str, option("debug, info, warning or error.  [info]")] = "info"
+    log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None
     parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None
 
@@ -102,9 +111,9 @@ def takes_flags(**groups: type[Any]) -> Callable[[Callable[..., int]], Callable[
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
         parameters = own + [p for group in groups.values() for p in _parameters_of(group)]
 
-        def run(**values: Any) -> int:
-            filled = {name: group(**{f.name: values[f.name] for f in fields(group)}) for name, group in groups.items()}
-            return command(**{p.name: values[p.name] for p in own}, **filled)
+        def run(**texts: Any) -> int:
+            filled = {name: _filled(group, texts) for name, group in groups.items()}
+            return command(**{p.name: texts[p.name] for p in own}, **filled)
 
         run.__doc__ = command.__doc__
         run.__name__ = command.__name__
@@ -115,14 +124,38 @@ def takes_flags(**groups: type[Any]) -> Callable[[Callable[..., int]], Callable[
     return decorate
 
 
+def _filled(group: type[Any], texts: dict[str, Any]) -> Any:
+    """The group with what was given; the rest has its defaults. Raises ConfigError for a text that does not fit."""
+    hints = get_type_hints(group)
+    given = {f.name: texts[f.name] for f in fields(group) if texts[f.name] not in (None, [], ())}
+    return group(**{name: _value(name, hints[name], text) for name, text in given.items()})
+
+
+def _value(name: str, annotation: Any, text: Any) -> Any:
+    kind, flag = kind_of(annotation), flag_of(name)
+    if kind is None:
+        return list(text) if is_list(annotation) else text
+    return [read_value(flag, kind, part) for part in text] if is_list(annotation) else read_value(flag, kind, text)
+
+
 def _parameters_of(group: type[Any]) -> list[inspect.Parameter]:
+    """For typer: switches are booleans, everything else is a text or a list of texts."""
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[f.name],
-            default=[] if f.default_factory is not MISSING else f.default,
-        )
-        for f in fields(group)
-    ]
+    return [_parameter(f.name, *get_args(hints[f.name])) for f in fields(group)]
+
+
+def _parameter(name: str, annotation: Any, declared: Any) -> inspect.Parameter:
+    declared = copy.copy(declared)
+    kind = kind_of(annotation)
+    is_switch = scalar_of(annotation) is bool
+    shown = bool if is_switch else as_text(annotation)
+    default: Any = False if is_switch else [] if is_list(annotation) else None
+    declared.metavar = None if is_switch else kind.metavar if kind else declared.metavar
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[shown, declared], default=default
+    )
+
+
+def flag_of(name: str) -> str:
+    """max_tokens -> --max-tokens."""
+    return f"--{name.replace('_', '-')}"

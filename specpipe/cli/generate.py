@@ -25,7 +25,7 @@ from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateClient, GenerateRequest
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.launcher import LocalService, ServiceConfig
-from specpipe.telemetry import configure_logging
+from specpipe.telemetry import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 
 MAX_SUBMITTED: Final = 1024  # more at once would overflow a coordinator's queue
@@ -37,14 +37,16 @@ class GenerateFlags:
 
     prompts: Annotated[Path | None, option("File of JSON lines with prompts of their own settings.")] = None
     chat: Annotated[bool, option("Prompts are what a user says in a chat.", "--chat")] = False
-    connect: Annotated[str | None, option("Ask this running service, HOST:PORT.")] = None
+    connect: Annotated[str | None, option("Ask this running service.", metavar="HOST:PORT")] = None
     json: Annotated[bool, option("One JSON object a prompt.", "--json")] = False
-    log_level: Annotated[str, option("debug, info, warning or error.  [warning]")] = "warning"
+    log_level: Annotated[LogLevel, option("What is logged to stderr.  [warning]")] = "warning"
 
 
 @takes_flags(own=GenerateFlags, service=ServiceFlags, speculation=SpeculationFlags, sampling=SamplingFlags)
 def generate(
-    prompt: Annotated[list[str] | None, typer.Argument(help="What to go on from; may be repeated.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="What to go on from; may be repeated.", metavar="PROMPT")
+    ] = None,
     *,
     own: GenerateFlags,
     service: ServiceFlags,

@@ -10,7 +10,7 @@ from specpipe.cli.flags import ServiceFlags
 from specpipe.engine.folder import ModelFolder, check_folder
 from specpipe.engine.parallel.table import check_ranks
 from specpipe.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
-from specpipe.errors import UnsupportedModelError
+from specpipe.errors import ConfigError, UnsupportedModelError
 from specpipe.launcher.plan import NGRAM, NONE
 
 
@@ -27,15 +27,22 @@ def resolve_models(flags: ServiceFlags, *, is_drafting: bool) -> tuple[str, str]
     A draft model is looked at only if the service `is_drafting`. Raises ConfigError, UnsupportedModelError or
     ModelMismatchError.
     """
-    target = flags.target or str(demo.target_folder())
+    target = named("--target", flags.target, str(demo.target_folder()))
     folder = check_folder(target)
     _check_ranks(folder, flags.tensor_parallel_size or 1)
     vocabulary = folder.vocabulary
-    draft = flags.draft or default_draft(vocabulary)
+    draft = named("--draft", flags.draft, "") or default_draft(vocabulary)
     if draft in (NGRAM, NONE) or not is_drafting:
         return target, draft
     check_same_vocabulary(vocabulary, check_folder(draft).vocabulary)
     return target, draft
+
+
+def named(flag: str, model: str | None, default: str) -> str:
+    """The model named, else the default. Raises ConfigError for an empty name: that is a variable that was not set."""
+    if model is not None and not model.strip():
+        raise ConfigError(f"{flag} must name a model, got {model!r}")
+    return default if model is None else model
 
 
 def check_ranks_fit(target: str, size: int) -> None:

@@ -21,7 +21,7 @@ from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.server import check_port
-from specpipe.telemetry import configure_logging
+from specpipe.telemetry import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 
 
@@ -29,7 +29,7 @@ from specpipe.types import Mode, Rule
 class ServeFlags:
     """Flags of `serve` alone."""
 
-    host: Annotated[str, option("Interface to listen on.  [127.0.0.1]")] = "127.0.0.1"
+    host: Annotated[str, option("Interface to listen on.  [127.0.0.1]", metavar="HOST")] = "127.0.0.1"
     port: Annotated[int, option("Port; 0: a free one.  [50051]")] = 50051
     max_context: Annotated[int | None, option("Positions of a sequence at most.  [the model's limit]")] = None
     num_slots: Annotated[int | None, option("Tokens that each KV cache holds.  [by memory]")] = None
@@ -38,7 +38,7 @@ class ServeFlags:
     no_prefix_cache: Annotated[bool, option("Compute every prompt anew.", "--no-prefix-cache")] = False
     grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
     json: Annotated[bool, option("One JSON line when ready.", "--json")] = False
-    log_level: Annotated[str, option("debug, info, warning or error.  [info]")] = "info"
+    log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
 
 
 @takes_flags(own=ServeFlags, service=ServiceFlags, speculation=SpeculationFlags)

@@ -10,12 +10,12 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final, Literal, NoReturn
 
 from specpipe import demo
 from specpipe.cli.failure import exit_code_of, say_error
 from specpipe.cli.flags import EngineFlags, ServerFlags, SpeculationFlags, option, takes_flags
-from specpipe.cli.models import check_ranks_fit
+from specpipe.cli.models import check_ranks_fit, named
 from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
 from specpipe.engine.folder import check_folder
 from specpipe.errors import ConfigError, SpecpipeError
@@ -24,16 +24,21 @@ from specpipe.telemetry import configure_logging
 from specpipe.types import Mode, Rule
 
 STDOUT: Final = 1
+Drafter = Literal["model", "ngram", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorFlags:
     """Flags of `coordinator` alone; see CoordinatorConfig."""
 
-    target: Annotated[list[str], option("Target worker, HOST:PORT; may be repeated.")] = field(default_factory=list)
-    draft: Annotated[list[str], option("Draft worker, HOST:PORT; may be repeated.")] = field(default_factory=list)
-    tokenizer: Annotated[str, option("Folder or hub name.  [the target model's name]")] = ""
-    drafter: Annotated[str | None, option("model, ngram or none.  [model if there are draft workers]")] = None
+    target: Annotated[list[str], option("Target worker; may be repeated.", metavar="HOST:PORT")] = field(
+        default_factory=list
+    )
+    draft: Annotated[list[str], option("Draft worker; may be repeated.", metavar="HOST:PORT")] = field(
+        default_factory=list
+    )
+    tokenizer: Annotated[str, option("Folder or hub name.  [the target model's name]", metavar="MODEL")] = ""
+    drafter: Annotated[Drafter | None, option("What drafts.  [model if there are draft workers, else none]")] = None
     max_sessions: Annotated[int, option("Requests answered at once; more wait.  [256]")] = 256
     max_queue: Annotated[int, option("Requests waiting; more are refused.  [1024]")] = 1024
     served_model_name: Annotated[str, option("Name that clients use.  [the target's folder name]")] = ""
@@ -41,14 +46,18 @@ class CoordinatorFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFlags:
-    model: Annotated[str | None, option("Draft model: folder or hub name.  [demo pair]", "--model", "--draft")] = None
+    model: Annotated[
+        str | None, option("Draft model: folder or hub name.  [demo pair]", "--model", "--draft", metavar="MODEL")
+    ] = None
     max_nodes: Annotated[int, option("Nodes of a session's draft tree.  [256]")] = 256
     max_depth: Annotated[int, option("Its depth.  [48]")] = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFlags:
-    model: Annotated[str | None, option("Target model: folder or hub name.  [demo pair]", "--model", "--target")] = None
+    model: Annotated[
+        str | None, option("Target model: folder or hub name.  [demo pair]", "--model", "--target", metavar="MODEL")
+    ] = None
     tensor_parallel_size: Annotated[int, option("Ranks.  [1]")] = 1
     rank_core: Annotated[list[int], option("Core of the next rank after the first; may be repeated.")] = field(
         default_factory=list
@@ -92,7 +101,7 @@ def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags) -
     configure_logging(server.log_level)
     config = DraftWorkerConfig(
         server=server_config(server),
-        engine=engine_config(own.model or str(demo.draft_folder()), engine),
+        engine=engine_config(named("--model", own.model, str(demo.draft_folder())), engine),
         max_nodes=own.max_nodes,
         max_depth=own.max_depth,
     )
@@ -109,7 +118,7 @@ def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags) -
 def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags) -> int:
     """Verify and decode for coordinators that connect."""
     configure_logging(server.log_level)
-    engine_configured = engine_config(own.model or str(demo.target_folder()), engine)
+    engine_configured = engine_config(named("--model", own.model, str(demo.target_folder())), engine)
     check_ranks_fit(engine_configured.model, own.tensor_parallel_size)
     config = TargetWorkerConfig(
         server=server_config(server),

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from specpipe.config import EngineConfig, ServerConfig
-from specpipe.errors import ConfigError
+from specpipe.config import EngineConfig, ServerConfig, check_counts, check_k
 from specpipe.types import Mode, Rule
 
 COORDINATOR: Final = "coordinator"
@@ -49,9 +48,10 @@ class ServiceConfig:
     log_level: str = "warning"
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "draft_workers", "target_workers", "max_sessions"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_counts(
+            self, "tensor_parallel_size", "draft_workers", "target_workers", "max_sessions", "max_batch_tokens"
+        )
+        check_k(self.num_speculative_tokens)
         ServerConfig(host=self.host, port=self.port, grace_s=self.grace_s)  # their checks are ours
         EngineConfig(
             model=self.target,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from specpipe.answers import AnswerEvent, Chunk, Finished, SpeculationStats, Started, Timing
-from specpipe.cli.app import run
+from specpipe.cli.app import app, run
 from specpipe.cli.output import JsonOutput, PlainOutput
 from specpipe.client import GenerateRequest
 from specpipe.errors import CapacityError
@@ -68,13 +72,32 @@ async def stream(*items: AnswerEvent | Exception) -> AsyncIterator[AnswerEvent]:
         (["generate", "x", "--frobnicate"], "No such option"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens must be at least 1"),
         (["generate", "x", "--temperature", "nan"], "temperature must be a finite number"),
-        (["generate", "x", "--mode", "warp"], "'off', 'sync', 'pipelined'"),
-        (["generate", "x", "--seed", "1.5"], "--seed"),
+        (["generate", "x", "--mode", "warp"], "error: --mode must be off, sync or pipelined, got 'warp'"),
+        (["generate", "x", "--rule", "warp"], "error: --rule must be coupled or rejection, got 'warp'"),
+        (["generate", "x", "--dtype", "int3"], "error: --dtype must be auto, float32 or bfloat16, got 'int3'"),
+        (["generate", "x", "--device", "tpu"], "error: device must be cpu or cuda, got 'tpu'"),
+        (["generate", "x", "--device", "cudafoo"], "error: device must be cpu or cuda, got 'cudafoo'"),
+        (
+            ["generate", "x", "--log-level", "loud"],
+            "error: --log-level must be debug, info, warning or error, got 'loud'",
+        ),
+        (
+            ["coordinator", "--target", "a:1", "--drafter", "x"],
+            "error: --drafter must be model, ngram or none, got 'x'",
+        ),
+        (["generate", "x", "--seed", "1.5"], "error: --seed must be an integer, got '1.5'"),
+        (
+            ["generate", "x", "--stop-token-id", "1", "--stop-token-id", "a"],
+            "--stop-token-id must be an integer, got 'a'",
+        ),
+        (["generate", "x", "--top-p", "half"], "error: --top-p must be a number, got 'half'"),
+        (["generate", "x", "--max-tokens", "9" * 5000], f"error: --max-tokens must be an integer, got '{'9' * 40}...'"),
+        (["generate", "x", "--mode"], "requires an argument"),
+        (["generate", "x", "--target", ""], "--target must name"),
         (["generate", "x", "--connect", "nowhere"], "--connect needs HOST:PORT"),
         (["generate", "x", "--connect", NOBODY, "--draft", "none"], "--draft cannot be used with --connect"),
         (["generate", "x", "--connect", NOBODY, "--no-pin"], "--no-pin cannot be used with --connect"),
         (["generate", "x", "--target", "/no/such/folder"], "no such model folder"),
-        (["generate", "x", "--log-level", "loud"], "log level must be one of"),
         (["serve", "--target", "/no/such/folder"], "no such model folder"),
         (["coordinator"], "--target HOST:PORT"),
         (["coordinator", "--target", "host"], "--target needs HOST:PORT"),
@@ -96,8 +119,10 @@ def test_a_wrong_command_line_is_refused_in_one_sentence(
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
-        ("--dtype", "int3", "dtype must be"),
-        ("--device", "tpu", "device must be"),
+        ("--num-speculative-tokens", "0", "num_speculative_tokens must be from 1 to 256"),
+        ("--num-speculative-tokens", "257", "num_speculative_tokens must be from 1 to 256"),
+        ("--max-context", "0", "max_context must be at least 1"),
+        ("--max-batch-tokens", "0", "max_batch_tokens must be at least 1"),
         ("--draft-workers", "0", "draft_workers must be at least 1"),
         ("--target-workers", "-1", "target_workers must be at least 1"),
         ("--tensor-parallel-size", "0", "tensor_parallel_size must be at least 1"),
@@ -169,6 +194,35 @@ def test_nobody_at_the_address_fails_each_prompt(capsys: pytest.CaptureFixture[s
     assert (first["prompt"], second["prompt"]) == ("a", "b")
     assert first["error"]["code"] == "UNAVAILABLE"
     assert NOBODY in first["error"]["message"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"specpipe {version('specpipe')}\n"
+
+
+def test_a_misspelt_option_is_never_told_of_hidden_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["target-worker", "--parent-fe", "3"]) == 2
+    assert "--parent-fd" not in capsys.readouterr().err
+
+
+def test_every_flag_says_in_our_own_words_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where typer read the values itself, its validator's words came out."""
+    for name, command in commands().items():
+        for option in command.params:
+            if option.metavar in TEXTS or option.param_type_name == "argument" or getattr(option, "is_flag", False):
+                continue
+            prompt = ["x"] if name == "generate" else []
+            assert run([name, *prompt, option.opts[0], "nonsense"]) == 2
+            said = capsys.readouterr().err
+            assert re.fullmatch(rf"error: ({option.opts[0]}|device) (must be|needs) [^\n]+\n", said), said
+
+
+TEXTS = ("TEXT", "FILE", "MODEL", "MODEL|ngram|none", "HOST", "HOST:PORT")
+
+
+def commands() -> dict[str, Any]:
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def test_demo_models_prints_target_then_draft(capsys: pytest.CaptureFixture[str]) -> None:
