@@ -21,12 +21,13 @@ from coordinator.requests import Question, Request
 from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch, load_tokenization
 from coordinator.validation import ServiceFacts, check_prompt_bytes, check_question, create_request
 from specpipe.answers import ChatMessage
+from specpipe.causes import one_cause
 from specpipe.config import CoordinatorConfig
 from specpipe.engine.vocabulary import read_vocabulary
 from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError
 from specpipe.process import lifecycle, serve_until_stopped
 from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc
-from specpipe.server import Server, cause_of, create_server
+from specpipe.server import Server, create_server
 from specpipe.types import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -183,13 +184,11 @@ async def serve(config: CoordinatorConfig) -> int:
         server = create_server(config.server, [SERVICE_NAME])  # first: a port in use is told at once
         hide_torch()
         app = App(config, server)
-        try:
+        with one_cause():
             async with app.running():
                 if not await life.unless_stopped(app.wait_ready()):
                     return life.exit_code
                 return await serve_until_stopped(life, app.server.address, drain=app.drain)
-        except BaseExceptionGroup as errors:
-            raise cause_of(errors) from errors
 
 
 def check_config(config: CoordinatorConfig) -> None:

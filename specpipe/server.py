@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from specpipe.causes import cause_of
 from specpipe.config import ServerConfig
 from specpipe.errors import ERROR_BY_CODE, CapacityError, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
 
@@ -188,14 +189,6 @@ async def status_errors() -> AsyncIterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise error_from_status(error) from error
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """The one error that counts in a (nested) exception group: the first of ours, else the first."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    causes = [cause_of(part) for part in error.exceptions]
-    return next((cause for cause in causes if isinstance(cause, SpecpipeError)), causes[0])
 
 
 if TYPE_CHECKING:

@@ -34,27 +34,22 @@ MAX_UNREAD_BATCHES = 16
 
 
 class WorkerLink:
-    """One stream to one worker. Made by `connect`."""
+    """One stream to one worker. Made by `connect`.
 
-    def __init__(self, address: str, kind: Kind, call: Any, hello: Hello, timing: Timing) -> None:
+    NOTE: it must hold neither the gRPC call nor its task, which refer to it: a call in a cycle of references keeps its
+    connection, a file descriptor, until the cycles of the whole process are collected.
+    """
+
+    def __init__(self, address: str, hello: Hello, timing: Timing) -> None:
         self.address = address
         self.hello = hello
         """The worker's; `hello.model` is set."""
         self.heartbeat = Heartbeat()
         """The worker's newest."""
         self.num_rejected = 0  # malformed messages
-        self._unread: asyncio.Queue[Batch | None] = asyncio.Queue(MAX_UNREAD_BATCHES)  # None: ended, see _error
-        self._error: WorkerUnavailableError | None = None
-        ends = Ends(
-            read=call.read,
-            write=call.write,
-            wrap=WIRES[kind].request,
-            heartbeat=Heartbeat,
-            on_batch=self._receive,
-            on_silence=self._note_silence,
-        )
-        self._stream = WorkerStream(ends, limits=codec.Limits.of(hello.model), timing=timing)
-        self._task = asyncio.create_task(self._run(), name=f"link to {address}")
+        self._unread: asyncio.Queue[Batch | None] = asyncio.Queue(MAX_UNREAD_BATCHES)  # None: ended, see _reason
+        self._reason = ""  # why there are no more
+        self._stream = WorkerStream(limits=codec.Limits.of(hello.model), timing=timing)
 
     @classmethod
     @asynccontextmanager
@@ -71,12 +66,13 @@ class WorkerLink:
             call = WIRES[kind].stub(channel).Connect()
             try:
                 hello = await _greet(call, address, kind, incarnation, timing)
-                link = cls(address, kind, call, hello, timing)
+                link = cls(address, hello, timing)
+                task = asyncio.create_task(link._run(link._ends(call, kind)), name=f"link to {address}")
                 try:
                     yield link
                 finally:
-                    link._task.cancel()
-                    await asyncio.wait([link._task])
+                    task.cancel()
+                    await asyncio.wait([task])
             finally:
                 call.cancel()
 
@@ -100,25 +96,34 @@ class WorkerLink:
 
     async def __anext__(self) -> Batch:
         """The next batch; may be cancelled without losing one. Raises WorkerUnavailableError when there are no more."""
-        if self._error is None or not self._unread.empty():
+        if not self._reason or not self._unread.empty():
             batch = await self._unread.get()
             if batch is not None:
                 return batch
-        assert self._error is not None
-        raise self._error
+        raise WorkerUnavailableError(self._reason)  # a new one each time: a kept one would keep whoever it passed
 
-    async def _run(self) -> None:
+    def _ends(self, call: Any, kind: Kind) -> Ends:
+        return Ends(
+            read=call.read,
+            write=call.write,
+            wrap=WIRES[kind].request,
+            heartbeat=Heartbeat,
+            on_batch=self._receive,
+            on_silence=self._note_silence,
+        )
+
+    async def _run(self, ends: Ends) -> None:
         """There is no good end of a link but leaving its block."""
         try:
-            await self._stream.run(self._stream.outbox)
-            self._error = WorkerUnavailableError(f"worker {self.address} ended the stream")
+            await self._stream.run(ends, self._stream.outbox)
+            self._reason = f"worker {self.address} ended the stream"
         except SpecpipeError as error:
-            self._error = WorkerUnavailableError(f"worker {self.address}: {error}")
+            self._reason = f"worker {self.address}: {error}"
         except grpc.aio.AioRpcError as error:
-            self._error = WorkerUnavailableError(f"worker {self.address} is gone: {error_from_status(error)}")
+            self._reason = f"worker {self.address} is gone: {error_from_status(error)}"
         except Exception:
             logger.exception("the link to worker %s broke", self.address)
-            self._error = WorkerUnavailableError(f"the link to worker {self.address} broke")
+            self._reason = f"the link to worker {self.address} broke"
         await self._unread.put(None)
 
     async def _receive(self, batch: Batch, rejected: list[codec.Rejection]) -> None:

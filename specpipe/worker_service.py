@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from specpipe import codec
+from specpipe.causes import one_cause
 from specpipe.config import ServerConfig
 from specpipe.errors import (
     ErrorCode,
@@ -27,7 +28,7 @@ from specpipe.errors import (
 from specpipe.link import messages_of
 from specpipe.model_thread import ModelThread, Send, StepLoop
 from specpipe.process import Lifecycle, lifecycle, serve_until_stopped
-from specpipe.server import Server, cause_of, create_server
+from specpipe.server import Server, create_server
 from specpipe.types import Batch, Close, Closed, Extension, Failed, Hello, Open
 from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Timing, WorkerStream, read
 
@@ -109,7 +110,7 @@ class WorkerService:
         hello = self._require_hello()
         peer = await self._read_hello(context)
         await context.write(self._wire.response(hello=codec.hello_to_pb(hello)))
-        await _StreamOfCoordinator(self, hello, peer, context).run()
+        await _StreamOfCoordinator(self, hello, peer).run(context)
 
     async def _read_hello(self, context: Any) -> Hello:
         try:
@@ -137,31 +138,30 @@ class WorkerService:
 class _StreamOfCoordinator:
     """One Connect call: joins a WorkerStream to a link of the model thread."""
 
-    def __init__(self, service: WorkerService, hello: Hello, peer: Hello, context: Any) -> None:
+    def __init__(self, service: WorkerService, hello: Hello, peer: Hello) -> None:
         self._service = service
         self._thread = service._thread
         self._peer = f"coordinator {peer.incarnation:x}"
+        self._stream = WorkerStream(limits=service.limits(hello), timing=service._timing)
+        self._link, self._outbox = self._thread.attach(self._stream.wake)
+
+    async def run(self, context: Any) -> None:
         ends = Ends(
             read=context.read,
             write=context.write,
-            wrap=service._wire.response,
+            wrap=self._service._wire.response,
             heartbeat=self._thread.heartbeat,
             on_batch=self._receive,
             on_silence=self._pause,
         )
-        self._stream = WorkerStream(ends, limits=service.limits(hello), timing=service._timing)
-        self._link, self._outbox = self._thread.attach(self._stream.wake)
-
-    async def run(self) -> None:
         logger.info("%s connected as link %d", self._peer, self._link)
         self._service.num_links += 1
         try:
-            async with asyncio.TaskGroup() as group:
-                watch = group.create_task(self._watch_worker())
-                await self._stream.run(self._outbox)
-                watch.cancel()
-        except BaseExceptionGroup as errors:
-            raise cause_of(errors) from None
+            with one_cause():
+                async with asyncio.TaskGroup() as group:
+                    watch = group.create_task(self._watch_worker())
+                    await self._stream.run(ends, self._outbox)
+                    watch.cancel()
         finally:
             self._thread.detach(self._link)
             self._service.num_links -= 1
@@ -171,8 +171,8 @@ class _StreamOfCoordinator:
         """Raises when the worker ends before the stream."""
         closing = asyncio.ensure_future(self._service._closing.wait())
         try:
-            ends: list[asyncio.Future[Any]] = [closing, self._thread.failure]
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            reasons: list[asyncio.Future[Any]] = [closing, self._thread.failure]
+            await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
         finally:
             closing.cancel()
         raise WorkerUnavailableError("the worker is shutting down")

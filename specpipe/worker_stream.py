@@ -7,6 +7,7 @@ Must not know: what the messages mean. The other side is trusted with nothing: s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
@@ -17,10 +18,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from specpipe import codec
+from specpipe.causes import one_cause
 from specpipe.errors import InvalidRequestError, WorkerUnavailableError
 from specpipe.link import Arrival, Inbox, Outbox
 from specpipe.rpc.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from specpipe.server import cause_of
 from specpipe.types import Batch, Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -97,13 +98,20 @@ class Ends:
     on_silence: Callable[[bool], None]  # True: silent for pause_after_s; False: it speaks again
 
 
-class WorkerStream:
-    """Reads, writes and watches one stream until it ends."""
+class _PeerHasEnded(Exception):  # noqa: N818 - no error
+    """Ends the tasks of a stream. NOTE: a list of them to cancel would be in a cycle with what they raise."""
 
-    def __init__(self, ends: Ends, *, limits: codec.Limits, timing: Timing) -> None:
+
+class WorkerStream:
+    """Reads, writes and watches one stream until it ends.
+
+    NOTE: it keeps no `Ends`: they refer to its owner and to the gRPC call, and a call in a cycle of references holds
+    its connection, a file descriptor, until the cycles of the whole process are collected.
+    """
+
+    def __init__(self, *, limits: codec.Limits, timing: Timing) -> None:
         self.inbox = Inbox()
         self.outbox: Outbox = Outbox()
-        self._ends = ends
         self._limits = limits
         self._timing = timing
         self._wake = asyncio.Event()
@@ -115,53 +123,51 @@ class WorkerStream:
         """The outbox has something. Called on the event loop."""
         self._wake.set()
 
-    async def run(self, outbox: Outbox) -> None:
+    async def run(self, ends: Ends, outbox: Outbox) -> None:
         """Returns when the peer has ended its side.
 
         Raises WorkerUnavailableError after too much silence, InvalidRequestError if the peer breaks the protocol, and
         AioRpcError if the stream broke.
         """
         self.outbox = outbox
-        try:
+        with contextlib.suppress(_PeerHasEnded), one_cause():
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._write()), group.create_task(self._watch())]
-                await self._read()
-                for task in helpers:
-                    task.cancel()
-        except BaseExceptionGroup as errors:
-            raise cause_of(errors) from None
+                group.create_task(self._write(ends))
+                group.create_task(self._watch(ends))
+                await self._read(ends)
+                raise _PeerHasEnded
 
-    async def _read(self) -> None:
-        while (message := await read(self._ends.read)) is not END:
+    async def _read(self, ends: Ends) -> None:
+        while (message := await read(ends.read)) is not END:
             if message.WhichOneof("event") != "batch":
                 raise InvalidRequestError("after the first message of a stream every message is a batch")
-            self._hear()
+            self._hear(ends)
             if self.inbox.arrival(message.batch.sequence) is Arrival.DUPLICATE:
                 continue
             batch, rejected = codec.batch_from_pb(message.batch, self._limits)
             self._is_busy = True
-            await self._ends.on_batch(batch, rejected)
+            await ends.on_batch(batch, rejected)
             self._is_busy = False
-            self._hear()
+            self._hear(ends)
 
-    async def _write(self) -> None:
+    async def _write(self, ends: Ends) -> None:
         """Messages go as they come; while one is under way the outbox merges what follows."""
         try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 while (batch := self.outbox.take()) is not None:
-                    await self._ends.write(self._ends.wrap(batch=codec.batch_to_pb(batch)))
+                    await ends.write(ends.wrap(batch=codec.batch_to_pb(batch)))
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             logger.debug("cannot write: %s", error)  # the reader learns why, and ends the stream
 
-    async def _watch(self) -> None:
+    async def _watch(self, ends: Ends) -> None:
         """Speak each second, and listen.
 
         Silence is counted in ticks of our own loop, so that a process that was stopped does not blame its peer.
         """
         while True:
-            if self.outbox.put_heartbeat(self._ends.heartbeat()):
+            if self.outbox.put_heartbeat(ends.heartbeat()):
                 self.wake()
             await self._timing.sleep(self._timing.interval_s)
             if self._is_busy:
@@ -170,16 +176,16 @@ class WorkerStream:
             if self._silent_s >= self._timing.close_after_s:
                 raise WorkerUnavailableError(f"no heartbeat for {self._timing.close_after_s:g} s")
             if self._silent_s >= self._timing.pause_after_s and not self._is_paused:
-                self._set_paused(True)
+                self._set_paused(ends, True)
 
-    def _hear(self) -> None:
+    def _hear(self, ends: Ends) -> None:
         self._silent_s = 0.0
         if self._is_paused:
-            self._set_paused(False)
+            self._set_paused(ends, False)
 
-    def _set_paused(self, is_paused: bool) -> None:
+    def _set_paused(self, ends: Ends, is_paused: bool) -> None:
         self._is_paused = is_paused
-        self._ends.on_silence(is_paused)
+        ends.on_silence(is_paused)
 
 
 async def read(next_message: Callable[[], Awaitable[Any]]) -> Any:

@@ -253,7 +253,7 @@ class FedStream:
         self.received = []
         self.incoming = asyncio.Queue()
         self.written = []
-        ends = Ends(
+        self.ends = Ends(
             read=self.incoming.get,
             write=self._write,
             wrap=WIRES["target"].request,
@@ -261,7 +261,7 @@ class FedStream:
             on_batch=self._receive,
             on_silence=lambda _: None,
         )
-        self.stream = WorkerStream(ends, limits=limits or codec.Limits(), timing=Timing(sleep=Ticks().sleep))
+        self.stream = WorkerStream(limits=limits or codec.Limits(), timing=Timing(sleep=Ticks().sleep))
 
     async def _write(self, message):
         self.written.append(message)
@@ -274,7 +274,7 @@ class FedStream:
         for batch in batches:
             self.incoming.put_nowait(WIRES["target"].response(batch=codec.batch_to_pb(batch)))
         self.incoming.put_nowait(END)
-        await self.stream.run(Outbox())
+        await self.stream.run(self.ends, Outbox())
 
 
 async def test_a_doubled_batch_is_applied_once_and_a_hole_is_counted():
@@ -333,7 +333,7 @@ async def test_a_write_that_fails_leaves_it_to_the_reader_to_say_why(kind):
         on_silence=None,
     )
     async with asyncio.timeout(10):
-        await WorkerStream(ends, limits=codec.Limits(), timing=Timing()).run(Outbox())
+        await WorkerStream(limits=codec.Limits(), timing=Timing()).run(ends, Outbox())
 
 
 async def exhaust(link):
