@@ -95,8 +95,11 @@ class DraftSession:
         self.id = opened.session
         self.key = key
         self.link = link
+        self.adapter = opened.adapter
         self.tokens = list(opened.tokens)
         self.slots: list[int] = []  # of computed committed tokens: positions 0 .. len(slots) - 1
+        self.num_sound = 0  # of those, the first ones known to be free of NaN
+        self.is_cold = True  # its root was never computed with these slots
         self.is_finished = False  # the target has ended the answer
         self.is_paused = False  # its coordinator is silent
         self.is_parked = False  # had to give its slots to older sessions

@@ -24,7 +24,7 @@ from draft_worker.session import DraftSession, DraftStep, GrowthRules
 from specpipe.calibration import Calibrator
 from specpipe.config import DraftWorkerConfig
 from specpipe.engine.interface import StepBatch, StepModel
-from specpipe.engine.slots import SlotPool
+from specpipe.engine.slots import create_pool
 from specpipe.errors import CapacityError, DuplicateRequestError, ErrorCode, InvalidRequestError, SpecpipeError
 from specpipe.types import (
     Close,
@@ -85,7 +85,9 @@ class DraftLoop:
         self._max_sessions = config.engine.max_sessions
         self._max_context = min(model.info.max_context, config.engine.max_context or model.info.max_context)
         self._calibrator = Calibrator()
-        self._pool = SlotPool(model.num_slots)
+        self._pool = create_pool(config.engine, model.num_slots)
+        self._seen_version = self._pool.version
+        self.sharing = self._pool.sharing  # what prefix sharing has done so far
         self._sessions: dict[tuple[int, int], DraftSession] = {}  # by (link, session id), in order of arrival
         self._failed: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._paused_links: set[int] = set()
@@ -187,13 +189,17 @@ class DraftLoop:
         if not self._has_room_for(session):
             raise CapacityError(f"session {opened.session} needs {session.base} KV slots on the draft worker")
         self._num_opened = session.key
+        self._share(session)
         session.is_paused = link in self._paused_links
         return session
 
     def _has_room_for(self, session: DraftSession) -> bool:
+        """Whether a session without slots can be computed beside the others, and what it drafts as well."""
+        if not session.can_draft:
+            return True
         promised = sum(other.num_pending for other in self._sessions.values() if other is not session)
-        needed = session.num_pending + ADMISSION_MARGIN if session.can_draft else 0
-        return self._pool.can_allocate(promised + needed) or needed == 0
+        needed = self._pool.num_wanted(session.tokens, session.adapter) + ADMISSION_MARGIN
+        return self._pool.can_allocate(promised + needed)
 
     def _close(self, link: int, close: Close) -> None:
         """Answered by Closed, also for a session that never arrived; not again for one that failed here."""
@@ -216,21 +222,31 @@ class DraftLoop:
             return
         session.next_budget = commit.next_budget
         if new := commit.tokens[len(overlap) :]:
+            is_sound = session.num_sound == len(session.slots)
             self._pool.release(session.commit(new, commit.origins[len(overlap) :]))
+            if is_sound:  # so are the nodes whose slots have joined: each had a row of its own
+                session.num_sound = len(session.slots)
         session.is_finished = session.is_finished or commit.finish_reason is not None
         if not session.can_draft:
             self._stop(session)
 
     def _stop(self, session: DraftSession) -> None:
         """Give back the slots of a session that cannot be drafted (any more)."""
-        slots = session.reset()
-        self._pool.release(slots)
-        if slots and not session.is_finished:
+        had_slots = bool(session.slots)
+        self._give_back(session)
+        if had_slots and not session.is_finished:
             logger.info("drafting of session %d ends at %d tokens: %s", session.id, session.base, session.stop_reason)
 
-    def _fail(self, session: DraftSession, error: SpecpipeError, *, is_retryable: bool | None = None) -> None:
+    def _fail(
+        self,
+        session: DraftSession,
+        error: SpecpipeError,
+        *,
+        is_retryable: bool | None = None,
+        is_poisoned: bool = False,
+    ) -> None:
         logger.warning("session %d fails: %s", session.id, error)
-        self._remove(session)
+        self._remove(session, is_poisoned=is_poisoned)
         self._send(session.link, _failure(session.id, error, is_retryable))
         self._send(session.link, Closed(session=session.id, length=session.base))
         self._remember_failure((session.link, session.id))
@@ -240,15 +256,50 @@ class DraftLoop:
         if len(self._failed) > MAX_REMEMBERED_FAILURES:
             self._failed.popitem(last=False)
 
-    def _remove(self, session: DraftSession) -> None:
-        self._pool.release(session.reset())
+    def _remove(self, session: DraftSession, *, is_poisoned: bool = False) -> None:
+        self._give_back(session, is_poisoned=is_poisoned)
         self._last_steps.pop(session.key, None)
         del self._sessions[session.link, session.id]
+
+    # Slots
+
+    def _share(self, session: DraftSession) -> None:
+        """Take over what other sessions have computed of this one's committed tokens, if that is more than it has."""
+        if session.num_pending <= 1:
+            return
+        shared = self._pool.share(session.tokens, session.adapter, more_than=len(session.slots))
+        if shared:
+            own, session.slots = session.slots, shared
+            self._release(own, suspects=own[session.num_sound :])
+            session.num_sound = len(shared)
+
+    def _remember(self, session: DraftSession) -> None:
+        """Let others share what is computed of a session and known to be free of NaN."""
+        count = session.num_sound
+        self._pool.remember(session.tokens[:count], session.slots[:count], session.adapter)
+
+    def _give_back(self, session: DraftSession, *, is_poisoned: bool = False) -> None:
+        """Take all slots of a session; unless they may hold NaN, others may share what is computed in them."""
+        suspects = session.held_slots() if is_poisoned else session.slots[session.num_sound :]
+        if not is_poisoned:
+            self._remember(session)
+        self._release(session.reset(), suspects=suspects)
+        session.num_sound, session.is_cold = 0, True
+
+    def _release(self, slots: list[int], *, suspects: list[int]) -> None:
+        """Zero what may hold NaN, but for slots that others hold or that are cached: these were sound when shared."""
+        freed = set(self._pool.release(slots)).intersection(suspects)
+        if freed:
+            self._model.clear_slots(sorted(freed))
 
     # Steps
 
     def _plan(self) -> list[SessionWork]:
         """Work for a step. While committed tokens wait for slots that nobody gives back, the newest holder parks."""
+        if self._seen_version != self._pool.version:
+            self._seen_version = self._pool.version
+            for session in self._sessions.values():
+                self._share(session)
         while True:
             sessions = self._sessions.values()
             if plan := plan_step(sessions, self._steps, num_free_slots=self._pool.num_free):
@@ -257,14 +308,15 @@ class DraftLoop:
             if holder is None or not is_starved(sessions, num_free_slots=self._pool.num_free):
                 return []
             logger.info("session %d gives its %d KV slots to older ones", holder.id, len(holder.slots))
+            self._give_back(holder)
             holder.is_parked = True
-            self._pool.release(holder.reset())
 
     def _take_up_parked(self) -> None:
         for session in self._sessions.values():
             if session.is_parked:
                 session.is_parked = False
                 session.is_parked = not self._has_room_for(session)
+                self._share(session)
 
     def _run_step(self, plan: list[SessionWork]) -> None:
         new_slots = [self._allocate(work) for work in plan]
@@ -293,9 +345,14 @@ class DraftLoop:
         results = [(node, next(logits)) for node in expanded + work.nodes]
         self._last_steps[session.key] = step
         if any(np.isnan(row).any() for _, row in results):
-            self._model.clear_slots(session.held_slots())
-            self._fail(session, SpecpipeError("the draft model gave NaN for this session"), is_retryable=False)
+            error = SpecpipeError("the draft model gave NaN for this session")
+            self._fail(session, error, is_retryable=False, is_poisoned=True)
             return
+        if work.reaches_root:
+            session.num_sound = len(session.slots)
+            if session.is_cold:
+                session.is_cold = False
+                self._remember(session)
         if results:
             session.spent(step)
         try:

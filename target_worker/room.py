@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from specpipe.engine.slots import SharingCounts, SlotPool
+from specpipe.engine.slots import SlotPool
 from specpipe.errors import InvariantError
 from specpipe.tree import Node
 from target_worker.session import Phase, Session
@@ -37,10 +37,6 @@ class Room:
     @property
     def num_free(self) -> int:
         return self._pool.num_free
-
-    @property
-    def sharing(self) -> SharingCounts:
-        return self._pool.sharing
 
     def enter(self, session: Session) -> None:
         _insert(self.queued, session)

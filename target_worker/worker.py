@@ -68,7 +68,9 @@ class TargetLoop:
         self._clock = clock
         self._costs = costs or StepCosts(config.engine.max_batch_tokens)
         self._limits = Limits(info=model.info, num_slots=model.num_slots, max_nodes=config.max_nodes)
-        self._room = Room(create_pool(config.engine, model.num_slots), model.clear_slots)
+        pool = create_pool(config.engine, model.num_slots)
+        self.sharing = pool.sharing  # what prefix sharing has done so far
+        self._room = Room(pool, model.clear_slots)
         self._calibrator = Calibrator()
         self._times = ExtensionTimes()
         self._pace = Pace()
