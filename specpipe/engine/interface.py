@@ -61,8 +61,9 @@ class StepModel(Protocol):
     def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """Compute all rows, write their K and V, and return logits of the rows that want them.
 
-        Returns [num_wanted, vocab] float32 in order of (session, row), cut to `info.vocab_size` columns. A row may hold
-        NaN: the caller fails that session only. Raises SpecpipeError if the batch breaks a limit of the model.
+        Returns [num_wanted, vocab] float32 in order of (session, row), cut to `info.vocab_size` columns; the next call
+        may overwrite it. A row may hold NaN: the caller fails that session only. Raises SpecpipeError if the batch
+        breaks a limit of the model.
         """
         ...
 

@@ -244,7 +244,7 @@ class Driver:
         assert logits.dtype == np.float32
         assert logits.shape == (sum(len(rows.tokens) for rows in batch), self.runner.info.vocab_size)
         paths = [path for rows in batch for path in self._paths(rows)]
-        self.seen += [SeenRow(path, row) for path, row in zip(paths, logits, strict=True)]
+        self.seen += [SeenRow(path, row.copy()) for path, row in zip(paths, logits, strict=True)]
 
     def _paths(self, rows: SessionRows) -> list[list[int]]:
         session = self.sessions[rows.session - 1]

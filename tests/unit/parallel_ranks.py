@@ -49,7 +49,6 @@ def parallel_model(folder: Path, size: int, *, num_slots: int = 400, is_shared: 
             ours, theirs = socket.socketpair()
             ranks.append(RankThread(theirs))
             group.add(rank, ours)
-        group.watch(lambda _error: None)
         yield group.load()
     for thread in ranks:
         thread.thread.join()

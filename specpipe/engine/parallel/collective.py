@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specpipe.engine.parallel.shared_memory import SharedMemory
+from specpipe.engine.parallel.shared_memory import PREPARING_TIMEOUT_S, SharedMemory
 from specpipe.errors import WorkerUnavailableError
 
 LOOPBACK = "127.0.0.1"
-PREPARING_TIMEOUT_S = 600.0  # ranks pack their weights at their own pace
 STEP_TIMEOUT_S = 8.0  # gloo's own default is 30 minutes
 
 
@@ -59,11 +58,15 @@ class Collective:
     def gather_columns(self, x: torch.Tensor, num_columns: int) -> torch.Tensor:
         """On rank 0 all ranks' columns side by side, [num_rows, num_columns]; on the others `x` itself.
 
-        Ranks hold equal numbers of columns, the last ones fewer.
+        Ranks hold equal numbers of columns, the last ones fewer. NOTE: the result may lie in memory that ranks share;
+        it is valid until the next collective.
         """
+        if len(x) == 0:
+            return x.new_empty(0, num_columns)
         share = -(-num_columns // self.size)
-        if self._shared is not None and self._shared.fits(x[:, :1].expand(-1, share)):
-            return self._gather_shared(x, share, num_columns)
+        if self._shared is not None:
+            joined = self._shared.join_columns(x, min(num_columns, self.rank * share), num_columns)
+            return joined if self.rank == 0 else x
         own = torch.nn.functional.pad(x, (0, share - x.shape[1])) if x.shape[1] < share else x.contiguous()
         options = dist.GatherOptions()
         options.rootRank = 0
@@ -71,12 +74,6 @@ class Collective:
         with self._failing_together():
             self._group.gather([parts] if parts else [], [own], options).wait()
         return torch.cat(parts, dim=1)[:, :num_columns] if parts else x
-
-    def _gather_shared(self, x: torch.Tensor, share: int, num_columns: int) -> torch.Tensor:
-        assert self._shared is not None
-        own = torch.nn.functional.pad(x, (0, share - x.shape[1])).contiguous()
-        parts = self._shared.gather(own)
-        return torch.cat(parts, dim=1)[:, :num_columns] if self.rank == 0 else x
 
     def _all_reduce(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
         if self._shared is not None and operation == dist.ReduceOp.SUM:
@@ -91,7 +88,7 @@ class Collective:
 
     def _connect(self, name: str, timeout_s: float) -> None:
         if self._shared is not None:
-            self._shared.timeout_s = timeout_s
+            self._shared.limit_time(timeout_s)
             return
         store, timeout = dist.PrefixStore(name, self._store), timedelta(seconds=timeout_s)
         with self._failing_together():

@@ -120,12 +120,12 @@ class RankGroup:
         member.channel.send(Kind.HELLO, 0, hello.to_bytes())
 
     def watch(self, on_failure: OnFailure) -> None:
-        """From now on a lost rank is told to `on_failure`, before the others are killed."""
+        """From now on a lost rank is told to `on_failure`, before the others are killed. Called before `load`."""
         self._on_failure = on_failure
         self._watchdog.start()
 
     def load(self) -> ParallelModel:
-        """Load rank 0's shard and prepare together with the others.
+        """Load rank 0's shard and prepare together with the others. Watches them, if nobody asked for that before.
 
         Raises what one rank could not do, or WorkerUnavailableError if one is lost.
         """
@@ -136,6 +136,8 @@ class RankGroup:
         from specpipe.engine.parallel.model import ParallelModel
         from specpipe.engine.parallel.shared_memory import open_end
 
+        if self._watchdog.ident is None:  # it is what hears the ranks
+            self._watchdog.start()
         torch.set_num_threads(self._engine.num_threads)
         loaded = load_rank(self._engine, 0, self.size)
         self._wait_for(Kind.LOADED)

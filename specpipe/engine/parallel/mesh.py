@@ -10,12 +10,14 @@ import os
 import socket
 from dataclasses import dataclass
 
-AREA_BYTES = 16 << 20  # larger parts take several rounds; pages that are never written cost nothing
+# What is larger takes several rounds; pages that are never written cost nothing.
+AREA_BYTES = 16 << 20  # for one rank's part of a sum
+MATRIX_BYTES = 64 << 20  # for logits, to which every rank writes its columns
 
 
 def size_bytes(size: int) -> int:
-    """Two areas for each rank."""
-    return 2 * size * AREA_BYTES
+    """Two areas for each rank, then two matrices."""
+    return 2 * size * AREA_BYTES + 2 * MATRIX_BYTES
 
 
 @dataclass(frozen=True, slots=True)
