@@ -96,13 +96,16 @@ def check_prompt_length(num_tokens: int, facts: ServiceFacts) -> None:
 
 
 def _resolve_speculation(question: Question, facts: ServiceFacts) -> SpeculationParams:
-    mode = question.mode or facts.mode
+    """The mode in force is off where nothing drafts, whatever was asked for."""
+    asked = question.mode or facts.mode
+    drafter = "none" if asked is Mode.OFF else facts.drafter
+    mode = Mode.OFF if drafter == "none" else asked
     k = facts.num_speculative_tokens if question.num_speculative_tokens is None else question.num_speculative_tokens
     return SpeculationParams(
         mode=mode,
         rule=question.rule or facts.rule,
         num_speculative_tokens=DEFAULT_SYNC_K if k is None and mode is Mode.SYNC else k,
-        drafter="none" if mode is Mode.OFF else facts.drafter,
+        drafter=drafter,
     )
 
 

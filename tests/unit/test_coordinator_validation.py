@@ -10,7 +10,7 @@ import pytest
 from coordinator.requests import Question
 from coordinator.validation import ServiceFacts, check_question, create_request
 from specpipe.errors import InvalidRequestError, ModelNotFoundError
-from specpipe.types import Mode, ModelInfo, Rule
+from specpipe.types import Mode, ModelInfo, Rule, SpeculationParams
 
 MODEL = ModelInfo(
     name="folder", fingerprint="f", tokenizer_fingerprint="t", vocab_size=100, max_context=64, eos_token_ids=(1, 2)
@@ -64,6 +64,13 @@ def test_k_comes_from_the_request_then_the_service_then_the_mode(
 @pytest.mark.parametrize(("mode", "expected"), [(Mode.OFF, "none"), (Mode.SYNC, "ngram"), (None, "ngram")])
 def test_off_needs_no_drafter(mode: Mode | None, expected: str) -> None:
     assert resolved(facts=replace(FACTS, drafter="ngram"), mode=mode).speculation.drafter == expected
+
+
+@pytest.mark.parametrize("asked", [None, *Mode])
+def test_where_nothing_drafts_the_mode_in_force_is_off(asked: Mode | None) -> None:
+    assert resolved(facts=replace(FACTS, drafter="none"), mode=asked).speculation == SpeculationParams(
+        mode=Mode.OFF, drafter="none"
+    )
 
 
 @pytest.mark.parametrize(
