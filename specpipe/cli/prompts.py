@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from specpipe.answers import ChatMessage, Prompt
+from specpipe.cli.values import one_of
 from specpipe.client import GenerateRequest
 from specpipe.errors import ConfigError
-from specpipe.types import Mode
+from specpipe.types import Mode, Rule
 
 Check = Callable[[Any], bool]
 
@@ -39,6 +40,7 @@ INTEGER: Final = (is_integer, "an integer")
 NUMBER: Final = (is_number, "a number")
 INTEGERS: Final = (is_list_of(is_integer), "a list of integers")
 MODES: Final = tuple(mode.value for mode in Mode)
+RULES: Final = tuple(rule.value for rule in Rule)
 
 FIELDS: Final[dict[str, tuple[Check, str]]] = {
     "prompt": (is_text, "a text"),
@@ -52,7 +54,8 @@ FIELDS: Final[dict[str, tuple[Check, str]]] = {
     "stop": (lambda value: is_text(value) or is_list_of(is_text)(value), "a text or a list of texts"),
     "stop_token_ids": INTEGERS,
     "ignore_eos": (lambda value: isinstance(value, bool), "true or false"),
-    "mode": (lambda value: value in MODES, f"one of {', '.join(MODES)}"),
+    "mode": (lambda value: value in MODES, one_of(MODES)),
+    "rule": (lambda value: value in RULES, one_of(RULES)),
     "num_speculative_tokens": INTEGER,
 }
 
@@ -117,4 +120,6 @@ def _override(flags: GenerateRequest, values: dict[str, Any], is_chat: bool) -> 
         changes["stop_token_ids"] = tuple(changes["stop_token_ids"])
     if "mode" in changes:
         changes["mode"] = Mode(changes["mode"])
+    if "rule" in changes:
+        changes["rule"] = Rule(changes["rule"])
     return replace(flags, **changes)

@@ -11,7 +11,7 @@ from specpipe.answers import ChatMessage
 from specpipe.cli.prompts import requests_of_file, requests_of_texts
 from specpipe.client import GenerateRequest
 from specpipe.errors import ConfigError, InvalidRequestError
-from specpipe.types import Mode
+from specpipe.types import Mode, Rule
 
 FLAGS = GenerateRequest(prompt="?", temperature=0.5, max_tokens=9, stop=("END",), mode=Mode.SYNC)
 
@@ -23,11 +23,12 @@ def read(tmp_path: Path, text: str, *, is_chat: bool = False) -> list[GenerateRe
 
 
 def test_fields_of_a_line_override_the_flags_and_the_rest_stays(tmp_path: Path) -> None:
-    line = {"prompt": "a", "temperature": 0, "stop": "x", "mode": "off", "seed": 2**64 - 1, "stop_token_ids": [3]}
-    first, second = read(tmp_path, json.dumps(line) + '\n\n{"prompt_token_ids": [1, 2]}\n')
+    line = {"prompt": "a", "temperature": 0, "stop": "x", "mode": "off", "rule": "rejection", "seed": 2**64 - 1}
+    first, second = read(tmp_path, json.dumps(line) + '\n\n{"prompt_token_ids": [1, 2], "stop_token_ids": [3]}\n')
     assert (first.prompt, first.temperature, first.max_tokens, first.mode) == ("a", 0, 9, Mode.OFF)
-    assert (first.stop, first.stop_token_ids, first.seed) == (("x",), (3,), 2**64 - 1)
+    assert (first.rule, first.stop, first.seed) == (Rule.REJECTION, ("x",), 2**64 - 1)
     assert (second.prompt, second.temperature, second.stop, second.mode) == ((1, 2), 0.5, ("END",), Mode.SYNC)
+    assert (second.stop_token_ids, second.rule) == ((3,), None)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,10 @@ def test_fields_of_a_line_override_the_flags_and_the_rest_stays(tmp_path: Path) 
         ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number"),
         ('{"prompt": "a", "stop": ["x", 1]}', "stop must be a text or a list of texts"),
         ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos must be true or false"),
-        ('{"prompt": "a", "mode": "fast"}', "mode must be one of off, sync, pipelined"),
-        ('{"prompt": "a", "mode": ["off"]}', "mode must be one of off, sync, pipelined"),
+        ('{"prompt": "a", "mode": "fast"}', "mode must be off, sync or pipelined, got"),
+        ('{"prompt": "a", "mode": ["off"]}', "mode must be off, sync or pipelined, got"),
+        ('{"prompt": "a", "rule": "fast"}', "rule must be coupled or rejection, got"),
+        ('{"prompt": "a", "rule": null}', "rule must be coupled or rejection, got"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
