@@ -49,11 +49,12 @@ def test_what_divides_is_taken(size: int) -> None:
 @pytest.mark.parametrize(
     ("config", "size", "numbers"),
     [
-        (LLAMA, 5, "tensor_parallel_size 5 .* 12 attention heads"),
-        (LLAMA, 3, "tensor_parallel_size 3 .* 2 KV heads"),
-        ({**LLAMA, "intermediate_size": 50}, 4, "tensor_parallel_size 4 .* 50 MLP columns"),
-        ({"n_head": 12, "n_embd": 768}, 8, "tensor_parallel_size 8 .* 12 attention heads"),
-        ({"num_attention_heads": 4, "ffn_dim": 50}, 4, "50 MLP columns"),
+        (LLAMA, 5, "tensor_parallel_size 5 .* 12 attention heads; sizes that fit: 1, 2, 4, 6, 12$"),
+        (LLAMA, 3, "tensor_parallel_size 3 .* 2 KV heads; sizes that fit: 1, 2, 4, 6, 12$"),
+        ({**LLAMA, "intermediate_size": 50}, 4, "tensor_parallel_size 4 .* 50 MLP columns; sizes that fit: 1, 2$"),
+        ({"n_head": 12, "n_embd": 768}, 8, "tensor_parallel_size 8 .* 12 attention heads; .*: 1, 2, 3, 4, 6, 12$"),
+        ({"num_attention_heads": 4, "ffn_dim": 50}, 4, "50 MLP columns; sizes that fit: 1, 2$"),
+        ({"num_attention_heads": 7, "ffn_dim": 50}, 2, "7 attention heads; sizes that fit: 1$"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_numbers(config: dict[str, int], size: int, numbers: str) -> None:

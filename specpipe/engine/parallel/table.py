@@ -130,21 +130,21 @@ def rules_for(architecture: str, tp_plan: Mapping[str, str] | None) -> tuple[Rul
 def check_ranks(architecture: str, config: Mapping[str, Any], size: int) -> None:
     """Refuse more ranks than fit, by the model's config.json alone; a number that it lacks is checked at load.
 
-    Raises ConfigError naming the numbers, or UnsupportedModelError.
+    Raises ConfigError naming the numbers and the sizes that fit, or UnsupportedModelError.
     """
     if size == 1:
         return
     if architecture not in PROVEN:
         rules_for(architecture, None)
-    heads = _first(config, "num_attention_heads", "n_head")
-    if heads is not None:
-        kv_heads = _first(config, "num_key_value_heads") or heads
-        section_range(heads, heads, Unit.HEAD, 0, size)
-        section_range(kv_heads, kv_heads, Unit.KV_HEAD, 0, size)
-    hidden = _first(config, "n_embd")
-    width = _first(config, "intermediate_size", "ffn_dim", "n_inner") or (4 * hidden if hidden else None)
-    if width is not None:
-        section_range(width, width, Unit.WIDTH, 0, size)
+    counts = _counts(config)
+    misfit = next((f"{count} {unit.value}" for unit, count in counts.items() if not _fits(count, unit, size)), None)
+    if misfit is not None:
+        most = counts.get(Unit.HEAD, size)
+        fitting = [n for n in range(1, most + 1) if all(_fits(count, unit, n) for unit, count in counts.items())]
+        raise ConfigError(
+            f"tensor_parallel_size {size} does not fit: the model has {misfit}; "
+            f"sizes that fit: {', '.join(map(str, fitting))}"
+        )
 
 
 def ranges(rule: Rule, total: int, heads: Heads, rank: int, size: int) -> list[tuple[int, int]]:
@@ -165,13 +165,30 @@ def ranges(rule: Rule, total: int, heads: Heads, rank: int, size: int) -> list[t
 def section_range(width: int, count: int, unit: Unit, rank: int, size: int) -> tuple[int, int]:
     """A rank's part of a section of `count` units, `width` places in all."""
     place = width // count
+    if not _fits(count, unit, size):
+        raise ConfigError(f"tensor_parallel_size {size} does not fit: the model has {count} {unit.value}")
     if count % size == 0:
         share = count // size
         return rank * share * place, (rank + 1) * share * place
-    if unit is Unit.KV_HEAD and size % count == 0:
-        head = rank * count // size
-        return head * place, (head + 1) * place
-    raise ConfigError(f"tensor_parallel_size {size} does not fit: the model has {count} {unit.value}")
+    head = rank * count // size
+    return head * place, (head + 1) * place
+
+
+def _fits(count: int, unit: Unit, size: int) -> bool:
+    """KV heads fewer than ranks stand on several; everything else is split into equal parts."""
+    return count % size == 0 or (unit is Unit.KV_HEAD and size % count == 0)
+
+
+def _counts(config: Mapping[str, Any]) -> dict[Unit, int]:
+    """How many of each unit config.json says that a model has; what it lacks is left out."""
+    heads = _first(config, "num_attention_heads", "n_head")
+    hidden = _first(config, "n_embd")
+    counts = {
+        Unit.HEAD: heads,
+        Unit.KV_HEAD: heads and (_first(config, "num_key_value_heads") or heads),
+        Unit.WIDTH: _first(config, "intermediate_size", "ffn_dim", "n_inner") or (hidden and 4 * hidden),
+    }
+    return {unit: count for unit, count in counts.items() if count is not None}
 
 
 def vocabulary_range(num_rows: int, rank: int, size: int) -> tuple[int, int]:
