@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from draft_worker.scheduler import StepRules
 from draft_worker.worker import DraftLoop
 from specpipe.config import DraftWorkerConfig
+from specpipe.engine.folder import check_folder
 from specpipe.engine.interface import SessionRows, StepBatch, StepModel
 from specpipe.model_thread import Send
 from specpipe.types import Hello
@@ -34,7 +35,9 @@ async def serve(config: DraftWorkerConfig) -> int:
         warm_up(model, _warm_up_sizes(config))
         return _create_hello(model, config), DraftLoop(model, config, send)
 
-    return await serve_worker("draft", config.server, create)
+    return await serve_worker(
+        "draft", config.server, create, read_vocabulary=lambda: check_folder(config.engine.model).vocabulary
+    )
 
 
 def warm_up(model: StepModel, sizes: Iterable[int]) -> None:

@@ -181,7 +181,7 @@ class DraftLoop:
             opened,
             key=self._num_opened + 1,
             link=link,
-            vocab_size=self._model.info.vocab_size,
+            vocab_size=min(self._model.info.vocab_size, opened.vocab_size or self._model.info.vocab_size),
             max_context=self._max_context,
             rules=self._growth,
             calibrator=self._calibrator,

@@ -181,6 +181,7 @@ def open_to_pb(message: Open) -> worker_pb2.Open:
         priority=message.priority,
         trace_context=message.trace_context,
         adapter=message.adapter,
+        vocab_size=message.vocab_size,
     )
 
 
@@ -204,6 +205,7 @@ def open_from_pb(open_pb: worker_pb2.Open, limits: Limits) -> Open:
         priority=open_pb.priority,
         trace_context=open_pb.trace_context,
         adapter=open_pb.adapter,
+        vocab_size=open_pb.vocab_size,
     )
 
 
@@ -273,7 +275,7 @@ def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Ext
         session=extension_pb.session,
         base=extension_pb.base,
         parents=parents,
-        tokens=_tokens("tokens", extension_pb.tokens, limits),
+        tokens=_tokens("tokens", extension_pb.tokens, Limits(vocab_size=limits.vocab_size)),  # a tree may be wider
         confidences=confidences,
         is_exhausted=extension_pb.is_exhausted,
         drafter=extension_pb.drafter,

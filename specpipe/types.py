@@ -95,6 +95,7 @@ class Open:
     priority: int = 0
     trace_context: str = ""  # W3C traceparent; empty: not traced
     adapter: str = ""
+    vocab_size: int = 0  # of the target: no id from here on is ever drafted; 0: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

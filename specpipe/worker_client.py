@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,8 @@ from typing import Any
 import grpc.aio
 
 from specpipe import codec
+from specpipe.codec_vocabulary import vocabulary_from_pb
+from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import ErrorCode, ModelMismatchError, SpecpipeError, WorkerUnavailableError
 from specpipe.server import create_channel, error_from_status, status_errors
 from specpipe.types import Batch, Close, Failed, Heartbeat, Hello, SessionMessage
@@ -29,6 +32,10 @@ from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Tim
 
 logger = logging.getLogger(__name__)
 
+ReadInfo = Callable[[int], Awaitable[Any]]
+
+INFO_TIMEOUT_S = 20.0
+"""Of GetInfo with a vocabulary: the worker reads its tokenizer's files anew."""
 MAX_UNREAD_BATCHES = 16
 """Batches that wait for the owner of a link; beyond it nothing is read and the worker merges what follows."""
 
@@ -40,7 +47,7 @@ class WorkerLink:
     connection, a file descriptor, until the cycles of the whole process are collected.
     """
 
-    def __init__(self, address: str, hello: Hello, timing: Timing) -> None:
+    def __init__(self, address: str, hello: Hello, timing: Timing, read_info: ReadInfo) -> None:
         self.address = address
         self.hello = hello
         """The worker's; `hello.model` is set."""
@@ -49,6 +56,7 @@ class WorkerLink:
         self.num_rejected = 0  # malformed messages
         self._unread: asyncio.Queue[Batch | None] = asyncio.Queue(MAX_UNREAD_BATCHES)  # None: ended, see _reason
         self._reason = ""  # why there are no more
+        self._read_info = read_info
         self._stream = WorkerStream(limits=codec.Limits.of(hello.model), timing=timing)
 
     @classmethod
@@ -66,7 +74,7 @@ class WorkerLink:
             call = WIRES[kind].stub(channel).Connect()
             try:
                 hello = await _greet(call, address, kind, incarnation, timing)
-                link = cls(address, hello, timing)
+                link = cls(address, hello, timing, functools.partial(_read_info, channel, kind))
                 task = asyncio.create_task(link._run(link._ends(call, kind)), name=f"link to {address}")
                 try:
                     yield link
@@ -90,6 +98,15 @@ class WorkerLink:
         """Queue a message; it goes at once if the stream can take it, and vanishes if the stream has ended."""
         if self._stream.outbox.put(message):
             self._stream.wake()
+
+    async def read_vocabulary(self, num_ids: int) -> Vocabulary | None:
+        """The tokens of the ids below `num_ids`; None if the worker cannot tell. Raises WorkerUnavailableError."""
+        try:
+            async with asyncio.timeout(INFO_TIMEOUT_S), status_errors():
+                info = await self._read_info(num_ids)
+            return vocabulary_from_pb(info.vocabulary) if info.HasField("vocabulary") else None
+        except (SpecpipeError, TimeoutError) as error:
+            raise WorkerUnavailableError(f"worker {self.address} does not tell its vocabulary: {error}") from None
 
     def __aiter__(self) -> WorkerLink:
         return self
@@ -144,6 +161,11 @@ class WorkerLink:
 
     def _note_silence(self, is_silent: bool) -> None:
         logger.warning("worker %s %s", self.address, "is silent" if is_silent else "speaks again")
+
+
+async def _read_info(channel: grpc.aio.Channel, kind: Kind, num_vocabulary_ids: int) -> Any:
+    wire = WIRES[kind]
+    return await wire.stub(channel).GetInfo(wire.info_request(num_vocabulary_ids=num_vocabulary_ids))
 
 
 async def _greet(call: Any, address: str, kind: Kind, incarnation: int, timing: Timing) -> Hello:

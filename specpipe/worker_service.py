@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 from specpipe import codec
 from specpipe.causes import one_cause
+from specpipe.codec_vocabulary import vocabulary_to_pb
 from specpipe.config import ServerConfig
+from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import (
     ErrorCode,
     InvalidRequestError,
@@ -51,6 +53,7 @@ class WorkerService:
         *,
         timing: Timing | None = None,
         stuck_step_s: float = STUCK_STEP_S,
+        read_vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
         self.hello = hello
         self.num_rejected = 0  # malformed messages, all streams
@@ -60,6 +63,7 @@ class WorkerService:
         self._thread = thread
         self._timing = timing or Timing()
         self._stuck_step_s = stuck_step_s
+        self._read_vocabulary = read_vocabulary
         self._is_draining = False
         self._closing = asyncio.Event()
 
@@ -101,10 +105,19 @@ class WorkerService:
     # RPCs
 
     async def GetInfo(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002 - gRPC's name and arguments
+        hello = self._require_hello()
         return self._wire.info_response(
-            hello=codec.hello_to_pb(self._require_hello()),
+            hello=codec.hello_to_pb(hello),
             heartbeat=codec.heartbeat_to_pb(self._thread.heartbeat()),
+            vocabulary=await self._vocabulary_pb(request.num_vocabulary_ids),
         )
+
+    async def _vocabulary_pb(self, num_ids: int) -> Any:
+        """Read from the tokenizer's files each time, off the event loop: asked for seldom, and large."""
+        read_vocabulary = self._read_vocabulary
+        if not num_ids or read_vocabulary is None:
+            return None
+        return await asyncio.to_thread(lambda: vocabulary_to_pb(read_vocabulary(), num_ids))
 
     async def Connect(self, request_iterator: Any, context: Any) -> None:  # noqa: N802, ARG002
         hello = self._require_hello()
@@ -226,12 +239,14 @@ async def serve_worker(
     *,
     timing: Timing | None = None,
     companions: Companions | None = None,
+    read_vocabulary: Callable[[], Vocabulary] | None = None,
 ) -> int:
     """A whole worker process: take the port, load, serve until told to stop, drain. Returns the exit code.
 
     `create` runs on the model thread: it loads the model and makes the step loop. Health is NOT_SERVING and calls get
-    UNAVAILABLE until it returns. Raises ConfigError if the port is taken (before loading), what `create` raised, or
-    what escaped from the step loop, or why a companion was lost.
+    UNAVAILABLE until it returns. `read_vocabulary` is called on some thread when a coordinator asks. Raises ConfigError
+    if the port is taken (before loading), what `create` raised, what escaped from the step loop, or why a companion
+    was lost.
     """
     greeting: list[Hello] = []
 
@@ -243,7 +258,7 @@ async def serve_worker(
     async with lifecycle(config) as life:
         server = create_server(config, [WIRES[kind].service_name])
         thread = ModelThread(create_loop)
-        service = WorkerService(kind, None, thread, timing=timing)
+        service = WorkerService(kind, None, thread, timing=timing, read_vocabulary=read_vocabulary)
         service.add_to(server)
         await server.start()
         thread.start()

@@ -10,6 +10,7 @@ import secrets
 import time
 
 from specpipe.config import TargetWorkerConfig
+from specpipe.engine.folder import check_folder
 from specpipe.engine.interface import StepModel
 from specpipe.engine.parallel.group import RankGroup
 from specpipe.model_thread import Send
@@ -31,10 +32,20 @@ async def serve(config: TargetWorkerConfig) -> int:
     WorkerUnavailableError if a rank is lost: a supervisor then starts this process, and so the whole group, again.
     """
     if config.tensor_parallel_size == 1:
-        return await serve_worker("target", config.server, lambda send: _create(config, send, None))
+        return await _serve(config, None)
     with RankGroup(config.engine, config.tensor_parallel_size, config.rank_cores) as group:
         group.start()
-        return await serve_worker("target", config.server, lambda send: _create(config, send, group), companions=group)
+        return await _serve(config, group)
+
+
+async def _serve(config: TargetWorkerConfig, group: RankGroup | None) -> int:
+    return await serve_worker(
+        "target",
+        config.server,
+        lambda send: _create(config, send, group),
+        companions=group,
+        read_vocabulary=lambda: check_folder(config.engine.model).vocabulary,
+    )
 
 
 def _create(config: TargetWorkerConfig, send: Send, group: RankGroup | None) -> tuple[Hello, TargetLoop]:

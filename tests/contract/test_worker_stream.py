@@ -10,7 +10,8 @@ import pytest
 from fake_step_loop import HELLO, FakeWorker, Reader, a_commit, an_extension, an_open, until
 
 from specpipe import codec
-from specpipe.errors import ErrorCode, ModelMismatchError, WorkerUnavailableError
+from specpipe.engine.vocabulary import Vocabulary
+from specpipe.errors import ConfigError, ErrorCode, ModelMismatchError, WorkerUnavailableError
 from specpipe.server import create_channel
 from specpipe.types import Close, Closed, Heartbeat, NeedTokens
 from specpipe.worker_client import WorkerLink
@@ -35,6 +36,30 @@ async def test_get_info_says_hello_and_heartbeat():
         response = await wire.stub(channel).GetInfo(wire.info_request(), timeout=20)
         assert codec.hello_from_pb(response.hello) == HELLO
         assert codec.heartbeat_from_pb(response.heartbeat).num_free_slots == 9
+
+
+VOCABULARY = Vocabulary({0: "<s>", 2: "a", 3: "\ud83d", 900: "late"})
+
+
+async def test_a_link_reads_as_much_of_the_workers_vocabulary_as_it_asks_for():
+    async with FakeWorker() as worker, worker.connect() as link:
+        assert await link.read_vocabulary(900) is None, "this worker cannot tell"
+        worker.service._read_vocabulary = lambda: VOCABULARY
+        told = await link.read_vocabulary(900)
+        assert told.tokens == {0: "<s>", 2: "a", 3: "\\ud83d"}
+        assert (await link.read_vocabulary(901)).tokens[900] == "late"
+
+
+async def test_a_vocabulary_that_cannot_be_read_leaves_the_link_as_it_was():
+    def fail():
+        raise ConfigError("the folder is gone")
+
+    async with FakeWorker() as worker, worker.connect() as link, Reader(link) as reader:
+        worker.service._read_vocabulary = fail
+        with pytest.raises(WorkerUnavailableError, match="the folder is gone"):
+            await link.read_vocabulary(900)
+        link.send(an_open(1))
+        await until(lambda: reader.all("commits"))
 
 
 async def test_every_kind_of_message_reaches_the_worker_and_the_coordinator():

@@ -95,7 +95,10 @@ def test_both_worker_services_have_the_same_shape():
     shapes = [
         {
             method.name: [
-                [(field.name, field.number, field.message_type.full_name) for field in message.fields]
+                [
+                    (field.name, field.number, field.message_type and field.message_type.full_name)
+                    for field in message.fields
+                ]
                 for message in (method.input_type, method.output_type)
             ]
             for method in service.methods

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specpipe.rpc.v1 import worker_pb2 as specpipe_dot_rpc_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecpipe/rpc/v1/draft.proto\x12\x0fspecpipe.rpc.v1\x1a\x1cspecpipe/rpc/v1/worker.proto\"\x1c\n\x1a\x44raftServiceGetInfoRequest\"s\n\x1b\x44raftServiceGetInfoResponse\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.Hello\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.specpipe.rpc.v1.Heartbeat\"w\n\x1a\x44raftServiceConnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent\"x\n\x1b\x44raftServiceConnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent2\xde\x01\n\x0c\x44raftService\x12\x64\n\x07GetInfo\x12+.specpipe.rpc.v1.DraftServiceGetInfoRequest\x1a,.specpipe.rpc.v1.DraftServiceGetInfoResponse\x12h\n\x07\x43onnect\x12+.specpipe.rpc.v1.DraftServiceConnectRequest\x1a,.specpipe.rpc.v1.DraftServiceConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspecpipe/rpc/v1/draft.proto\x12\x0fspecpipe.rpc.v1\x1a\x1cspecpipe/rpc/v1/worker.proto\"8\n\x1a\x44raftServiceGetInfoRequest\x12\x1a\n\x12num_vocabulary_ids\x18\x01 \x01(\r\"\xa4\x01\n\x1b\x44raftServiceGetInfoResponse\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.Hello\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.specpipe.rpc.v1.Heartbeat\x12/\n\nvocabulary\x18\x03 \x01(\x0b\x32\x1b.specpipe.rpc.v1.Vocabulary\"w\n\x1a\x44raftServiceConnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent\"x\n\x1b\x44raftServiceConnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent2\xde\x01\n\x0c\x44raftService\x12\x64\n\x07GetInfo\x12+.specpipe.rpc.v1.DraftServiceGetInfoRequest\x1a,.specpipe.rpc.v1.DraftServiceGetInfoResponse\x12h\n\x07\x43onnect\x12+.specpipe.rpc.v1.DraftServiceConnectRequest\x1a,.specpipe.rpc.v1.DraftServiceConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specpipe.rpc.v1.draft_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_start=78
-  _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_end=106
-  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_start=108
-  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_end=223
-  _globals['_DRAFTSERVICECONNECTREQUEST']._serialized_start=225
-  _globals['_DRAFTSERVICECONNECTREQUEST']._serialized_end=344
-  _globals['_DRAFTSERVICECONNECTRESPONSE']._serialized_start=346
-  _globals['_DRAFTSERVICECONNECTRESPONSE']._serialized_end=466
-  _globals['_DRAFTSERVICE']._serialized_start=469
-  _globals['_DRAFTSERVICE']._serialized_end=691
+  _globals['_DRAFTSERVICEGETINFOREQUEST']._serialized_end=134
+  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_start=137
+  _globals['_DRAFTSERVICEGETINFORESPONSE']._serialized_end=301
+  _globals['_DRAFTSERVICECONNECTREQUEST']._serialized_start=303
+  _globals['_DRAFTSERVICECONNECTREQUEST']._serialized_end=422
+  _globals['_DRAFTSERVICECONNECTRESPONSE']._serialized_start=424
+  _globals['_DRAFTSERVICECONNECTRESPONSE']._serialized_end=544
+  _globals['_DRAFTSERVICE']._serialized_start=547
+  _globals['_DRAFTSERVICE']._serialized_end=769
 # @@protoc_insertion_point(module_scope)

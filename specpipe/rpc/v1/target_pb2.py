@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specpipe.rpc.v1 import worker_pb2 as specpipe_dot_rpc_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspecpipe/rpc/v1/target.proto\x12\x0fspecpipe.rpc.v1\x1a\x1cspecpipe/rpc/v1/worker.proto\"\x1d\n\x1bTargetServiceGetInfoRequest\"t\n\x1cTargetServiceGetInfoResponse\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.Hello\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.specpipe.rpc.v1.Heartbeat\"x\n\x1bTargetServiceConnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent\"y\n\x1cTargetServiceConnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent2\xe3\x01\n\rTargetService\x12\x66\n\x07GetInfo\x12,.specpipe.rpc.v1.TargetServiceGetInfoRequest\x1a-.specpipe.rpc.v1.TargetServiceGetInfoResponse\x12j\n\x07\x43onnect\x12,.specpipe.rpc.v1.TargetServiceConnectRequest\x1a-.specpipe.rpc.v1.TargetServiceConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspecpipe/rpc/v1/target.proto\x12\x0fspecpipe.rpc.v1\x1a\x1cspecpipe/rpc/v1/worker.proto\"9\n\x1bTargetServiceGetInfoRequest\x12\x1a\n\x12num_vocabulary_ids\x18\x01 \x01(\r\"\xa5\x01\n\x1cTargetServiceGetInfoResponse\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.Hello\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x1a.specpipe.rpc.v1.Heartbeat\x12/\n\nvocabulary\x18\x03 \x01(\x0b\x32\x1b.specpipe.rpc.v1.Vocabulary\"x\n\x1bTargetServiceConnectRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent\"y\n\x1cTargetServiceConnectResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.specpipe.rpc.v1.HelloH\x00\x12\'\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.BatchH\x00\x42\x07\n\x05\x65vent2\xe3\x01\n\rTargetService\x12\x66\n\x07GetInfo\x12,.specpipe.rpc.v1.TargetServiceGetInfoRequest\x1a-.specpipe.rpc.v1.TargetServiceGetInfoResponse\x12j\n\x07\x43onnect\x12,.specpipe.rpc.v1.TargetServiceConnectRequest\x1a-.specpipe.rpc.v1.TargetServiceConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specpipe.rpc.v1.target_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_start=79
-  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=108
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=110
-  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=226
-  _globals['_TARGETSERVICECONNECTREQUEST']._serialized_start=228
-  _globals['_TARGETSERVICECONNECTREQUEST']._serialized_end=348
-  _globals['_TARGETSERVICECONNECTRESPONSE']._serialized_start=350
-  _globals['_TARGETSERVICECONNECTRESPONSE']._serialized_end=471
-  _globals['_TARGETSERVICE']._serialized_start=474
-  _globals['_TARGETSERVICE']._serialized_end=701
+  _globals['_TARGETSERVICEGETINFOREQUEST']._serialized_end=136
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_start=139
+  _globals['_TARGETSERVICEGETINFORESPONSE']._serialized_end=304
+  _globals['_TARGETSERVICECONNECTREQUEST']._serialized_start=306
+  _globals['_TARGETSERVICECONNECTREQUEST']._serialized_end=426
+  _globals['_TARGETSERVICECONNECTRESPONSE']._serialized_start=428
+  _globals['_TARGETSERVICECONNECTRESPONSE']._serialized_end=549
+  _globals['_TARGETSERVICE']._serialized_start=552
+  _globals['_TARGETSERVICE']._serialized_end=779
 # @@protoc_insertion_point(module_scope)

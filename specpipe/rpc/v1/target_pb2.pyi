@@ -21,12 +21,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class TargetServiceGetInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NUM_VOCABULARY_IDS_FIELD_NUMBER: _builtins.int
+    num_vocabulary_ids: _builtins.int
+    """Tell also which tokens the ids below this stand for. 0: none."""
     def __init__(
         self,
+        *,
+        num_vocabulary_ids: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_vocabulary_ids", b"num_vocabulary_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -38,19 +43,25 @@ class TargetServiceGetInfoResponse(_message.Message):
 
     HELLO_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> _worker_pb2.Hello: ...
     @_builtins.property
     def heartbeat(self) -> _worker_pb2.Heartbeat: ...
+    @_builtins.property
+    def vocabulary(self) -> _worker_pb2.Vocabulary:
+        """As far as asked for. Unset: this worker cannot tell."""
+
     def __init__(
         self,
         *,
         hello: _worker_pb2.Hello | None = ...,
         heartbeat: _worker_pb2.Heartbeat | None = ...,
+        vocabulary: _worker_pb2.Vocabulary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "vocabulary", b"vocabulary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
