@@ -180,6 +180,7 @@ class Simulator:
         copies: Callable[[], int] = lambda: 1,
         max_batch_tokens: int = 64,
         max_sessions: int = 64,
+        has_prefix_cache: bool = True,
         base_ms: float = 10.0,
         flat_rows: int = 16,
         auto_close: bool = True,
@@ -189,7 +190,12 @@ class Simulator:
         self.answers: dict[int, Answer] = {}
         self.orphans: list[SessionMessage] = []
         config = TargetWorkerConfig(
-            engine=EngineConfig(model="table", max_batch_tokens=max_batch_tokens, max_sessions=max_sessions)
+            engine=EngineConfig(
+                model="table",
+                max_batch_tokens=max_batch_tokens,
+                max_sessions=max_sessions,
+                has_prefix_cache=has_prefix_cache,
+            )
         )
         costs = StepCosts(max_batch_tokens)
         for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64):
