@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import findings
 import pytest
 
 if TYPE_CHECKING:
@@ -31,3 +32,16 @@ def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_folders(tiny_pair: TinyPair) -> tuple[Path, Path]:
     """Target and draft folder of the tiny pair."""
     return tiny_pair.target, tiny_pair.draft
+
+
+@pytest.fixture(scope="session")
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where services of the run write their logs."""
+    return tmp_path_factory.mktemp("logs")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if findings.lines:
+        terminalreporter.section("findings")
+        for line in findings.lines:
+            terminalreporter.write_line(line)

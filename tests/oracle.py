@@ -46,6 +46,7 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self.model.generation_config = GenerationConfig()  # `generate` takes what ours leaves open from the model's
         self.vocab_size = len(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -57,7 +58,10 @@ class Oracle:
         return text
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, *, eos: Sequence[int] = ()) -> list[int]:
-        """transformers `generate`, without assistant; the config is made here and never the folder's."""
+        """transformers `generate`, without assistant; the config is made here and never the folder's.
+
+        Without `eos` the end of a text does not end the answer.
+        """
         config = GenerationConfig(
             do_sample=False, max_new_tokens=max_tokens, eos_token_id=list(eos) or None, pad_token_id=0
         )
@@ -83,6 +87,13 @@ class Oracle:
             assert gap < MARGIN, f"token {index} is {token}, the oracle says {choice}, by a margin of {gap}"
             num_ties += 1
         return num_ties
+
+    def gap(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> float:
+        """Between the logits of the two tokens at which two greedy answers of one length part."""
+        index = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+        with torch.no_grad():
+            logits = self.model(torch.tensor([[*prompt, *one[:index]]])).logits[0, -1].float()
+        return abs(float(logits[one[index]] - logits[other[index]]))
 
 
 def choice_keys(prefix: torch.Tensor, logits: torch.Tensor, position: int, sampling: Sampling) -> np.ndarray:

@@ -93,6 +93,14 @@ def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     return fast
 
 
+def make_alphabet_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """<s>, </s> and a token for each letter, without any merge: for models whose answers are counted."""
+    tokens = ["<s>", "</s>", *(chr(ord("a") + index) for index in range(vocab_size - 2))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
 def make_llama(*, num_layers: int, max_positions: int, seed: int, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     """Deterministic in its arguments."""
     config = LlamaConfig(

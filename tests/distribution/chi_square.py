@@ -6,6 +6,7 @@ neighbours, is known exactly: `Chain` computes them with warpers' semantics writ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,10 +93,25 @@ def worst_p_value(answers: Sequence[Sequence[int]], chain: Chain, last: int) -> 
     return min(1.0, min(values) * len(values))
 
 
-def assert_follows(answers: Sequence[Sequence[int]], model: TableModel, params: SamplingParams, last: int) -> None:
-    """Answers of one length, all begun after token `last`, are samples of what the target alone would say."""
-    value = worst_p_value(answers, Chain.of(model, params), last)
+def follower_p_value(answers: Sequence[Sequence[int]], chain: Chain, last: int) -> float:
+    """The smallest p-value, times their number, over all tokens: what followed each, at whatever positions."""
+    followers = np.zeros_like(chain.transitions)
+    for answer in answers:
+        for pair in itertools.pairwise([last, *answer]):
+            followers[pair] += 1
+    values = [p_value(row, share) for row, share in zip(followers, chain.transitions, strict=True) if row.sum() >= 100]
+    return min(1.0, min(values) * len(values)) if values else 1.0
+
+
+def assert_follows(answers: Sequence[Sequence[int]], model: TableModel, params: SamplingParams, last: int) -> float:
+    """Answers of one length, all begun after token `last`, are samples of what the target alone would say.
+
+    Returns the smallest p-value.
+    """
+    chain = Chain.of(model, params)
+    value = min(worst_p_value(answers, chain, last), follower_p_value(answers, chain, last))
     assert value > LEAST_P, f"the answers do not follow the target's distribution: p = {value:.2e}"
+    return value
 
 
 def _softmax(scaled: Shares) -> Shares:

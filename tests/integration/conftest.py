@@ -27,11 +27,6 @@ def oracle(tiny_pair: TinyPair) -> Oracle:
 
 
 @pytest.fixture(scope="session")
-def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
-
-
-@pytest.fixture(scope="session")
 def service(tiny_pair: TinyPair, log_folder: Path) -> Iterator[RunningService]:
     """Target and draft worker of the tiny pair; requests choose their mode."""
     flags = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft), "--max-sessions", "8")
