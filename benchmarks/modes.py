@@ -95,7 +95,7 @@ def summary(answers: Sequence[Answer], plain: Sequence[Answer]) -> str:
         f"step {median(s.target_step_ms for s in stats):5.1f} ms",
         f"draft step {median(s.draft_step_ms for s in stats):5.1f} ms",
         f"gap {median(s.step_gap_ms for s in stats):4.1f} ms",
-        f"equal to the first: {sum(a.token_ids == b.token_ids for a, b in zip(answers, plain, strict=True))}/{len(plain)}",
+        f"equal: {sum(a.token_ids == b.token_ids for a, b in zip(answers, plain, strict=True))}/{len(plain)}",
     ]
     return "  ".join(parts)
 

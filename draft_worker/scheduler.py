@@ -6,7 +6,9 @@ Must not know: torch, gRPC, how a tree is kept.
 Committed tokens come before leaves, because nothing can be drafted below a token that is not computed. Sessions a few
 tokens behind (the usual case after a miss) catch up first; long prefills go in chunks, first come, first served, and
 short ones while anybody drafts. Leaves are taken best-first by reach over all sessions: the same rule gives long chains
-where the draft is sure and wide fans where it is not.
+where the draft is sure and wide fans where it is not. As many are taken as give the most reach a millisecond: on a
+device where 12 rows cost what one costs, all that are worth a node; where each costs, the few that matter, because a
+tree grows one level a step and steps must be short.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 
 from draft_worker.session import DraftSession
 from specpipe.engine.interface import SessionRows
+from specpipe.step_costs import StepCosts
 from specpipe.tree import Node
 
 
@@ -25,7 +28,7 @@ class StepRules:
     """How large a step is. The defaults are measured by benchmarks/draft_growth.py."""
 
     max_rows: int = 256  # rows of one step
-    num_leaves: int = 12  # leaves expanded in one step
+    num_leaves: int = 24  # leaves expanded in one step, at most
     num_leaves_per_session: int = 2  # at least this many for each drafting session
     catch_up_rows: int = 16  # a session at most this far behind does not queue for prefill
     shared_prefill_rows: int = 64  # prefill rows of a step in which somebody drafts
@@ -42,8 +45,13 @@ class SessionWork:
     nodes: list[Node] = field(default_factory=list)  # to expand
 
 
-def plan_step(sessions: Iterable[DraftSession], rules: StepRules, *, num_free_slots: int) -> list[SessionWork]:
-    """Work for one step; every row needs one free slot. Empty: nothing to do, or no slots to do it with."""
+def plan_step(
+    sessions: Iterable[DraftSession], rules: StepRules, *, num_free_slots: int, costs: StepCosts | None = None
+) -> list[SessionWork]:
+    """Work for one step; every row needs one free slot. Empty: nothing to do, or no slots to do it with.
+
+    Without `costs`, rows cost nothing.
+    """
     active = [session for session in sessions if session.is_active]
     plan = _Plan(room=min(rules.max_rows, num_free_slots))
     behind = sorted((s for s in active if s.num_pending), key=lambda s: s.key)
@@ -53,7 +61,8 @@ def plan_step(sessions: Iterable[DraftSession], rules: StepRules, *, num_free_sl
     num_reserved = sum(s.num_pending for s in behind)
     leaf_slots = num_free_slots - num_reserved - rules.reserved_slots_per_session * len(active)
     growing = [session for session in active if plan.reaches_root(session)]
-    for session, node in _best_leaves(growing, min(_num_leaves(active, rules), plan.room, leaf_slots)):
+    leaves = _best_leaves(growing, min(_num_leaves(active, rules), plan.room, leaf_slots))
+    for session, node in leaves[: _best_length(leaves, plan, costs)] if costs else leaves:
         plan.expand(session, node)
     prefill_room = min(plan.room, rules.shared_prefill_rows) if plan.works else plan.room
     for session in behind:
@@ -167,6 +176,18 @@ def _best_leaves(active: Iterable[DraftSession], limit: int) -> list[tuple[Draft
         for node in heapq.nlargest(min(limit, session.max_expansions), session.leaves(), key=_order)
     ]
     return heapq.nlargest(limit, candidates, key=lambda candidate: _order(candidate[1]))
+
+
+def _best_length(leaves: Sequence[tuple[DraftSession, Node]], plan: _Plan, costs: StepCosts) -> int:
+    """How many of the best leaves give the most reach a millisecond, with what the plan holds. A root counts 1."""
+    rows = sum(work.num_committed for work in plan.works.values())
+    gain = float(sum(work.reaches_root for work in plan.works.values()))
+    best, best_rate = 0, gain / max(costs.estimate(rows), 1e-9) if rows else 0.0
+    for count, (_, node) in enumerate(leaves, start=1):
+        gain += node.reach
+        if (rate := gain / max(costs.estimate(rows + count), 1e-9)) > best_rate:
+            best, best_rate = count, rate
+    return best
 
 
 def _order(node: Node) -> tuple[float, int]:

@@ -26,6 +26,7 @@ from specpipe.config import DraftWorkerConfig
 from specpipe.engine.interface import StepBatch, StepModel
 from specpipe.engine.slots import create_pool
 from specpipe.errors import CapacityError, DuplicateRequestError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.step_costs import StepCosts
 from specpipe.types import (
     Close,
     Closed,
@@ -75,13 +76,16 @@ class DraftLoop:
         *,
         growth: GrowthRules | None = None,
         steps: StepRules | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
-        """`growth` and `steps` default to the measured rules within the bounds of `config`."""
+        """`growth` and `steps` default to the measured rules within the bounds of `config`; `costs` to rows for
+        nothing."""
         self._model = model
         self._send = send
         self._clock = clock
         self._growth = growth or GrowthRules(max_nodes=config.max_nodes, max_depth=config.max_depth)
         self._steps = replace(steps or StepRules(), max_rows=config.engine.max_batch_tokens)
+        self._costs = costs
         self._max_sessions = config.engine.max_sessions
         self._max_context = min(model.info.max_context, config.engine.max_context or model.info.max_context)
         self._calibrator = Calibrator()
@@ -302,7 +306,7 @@ class DraftLoop:
                 self._share(session)
         while True:
             sessions = self._sessions.values()
-            if plan := plan_step(sessions, self._steps, num_free_slots=self._pool.num_free):
+            if plan := plan_step(sessions, self._steps, num_free_slots=self._pool.num_free, costs=self._costs):
                 return plan
             holder = newest_holder(sessions)
             if holder is None or not is_starved(sessions, num_free_slots=self._pool.num_free):
@@ -331,6 +335,8 @@ class DraftLoop:
             work.session.slots.extend(slots)
             share_ms = step_ms * len(rows.tokens) / batch.num_rows
             self._apply(work, logits, DraftStep(number, step_ms, share_ms))
+        if self._costs is not None:
+            self._costs.observe(batch.num_rows, 0, (self._clock() - started_s) * 1e3)
 
     def _allocate(self, work: SessionWork) -> list[int]:
         """Slots of the committed rows; nodes get theirs."""

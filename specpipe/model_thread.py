@@ -14,8 +14,9 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from specpipe.errors import InvariantError, SpecpipeError
@@ -125,6 +126,8 @@ class ModelThread:
 
     def post(self, link: int, message: SessionMessage) -> None:
         """Hand a message to the step loop, which receives it before its next step."""
+        if isinstance(message, Extension):  # what came during a step is to be told from what came after it
+            message = replace(message, arrived_s=time.perf_counter())
         self._mark(link, lambda state: state.inbox.put(message))
 
     def num_pending(self, link: int) -> int:

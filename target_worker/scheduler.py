@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specpipe.step_costs import StepCosts
 from specpipe.tree import Node
-from target_worker.costs import StepCosts
 
 MAX_STEP_MS = 500.0  # no step is longer for the sake of prompts: it bounds message gaps and cancellation
 MIN_CHUNK = 8  # prompt tokens that a step takes at least while anyone waits

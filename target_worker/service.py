@@ -14,14 +14,12 @@ from specpipe.engine.folder import check_folder
 from specpipe.engine.interface import StepModel
 from specpipe.engine.parallel.group import RankGroup
 from specpipe.model_thread import Send
+from specpipe.step_costs import MAX_MEASURING_S, StepCosts, measure
 from specpipe.types import Hello
 from specpipe.worker_service import serve_worker
-from target_worker.costs import StepCosts, measure
 from target_worker.worker import TargetLoop
 
 logger = logging.getLogger(__name__)
-
-MAX_MEASURING_S = 3.0
 
 
 async def serve(config: TargetWorkerConfig) -> int:

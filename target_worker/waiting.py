@@ -21,28 +21,28 @@ _FORGET = 0.1
 
 
 class ExtensionTimes:
-    """How long the worker's waits for an extension took: the last few, and which of them were in vain."""
+    """How long after a round was due that had no draft one was there, waited for or not: the last few times."""
 
     def __init__(self) -> None:
-        self._waits: deque[float] = deque(maxlen=16)  # milliseconds; inf: in vain
+        self._times: deque[float] = deque(maxlen=16)  # milliseconds; inf: not before the next commit
         self._num_refused = 0
 
-    def observe(self, wait_ms: float, *, has_come: bool) -> None:
-        self._waits.append(wait_ms if has_come else math.inf)
+    def observe(self, time_ms: float) -> None:
+        self._times.append(time_ms)
 
     def limit_ms(self, worth_ms: float) -> float:
         """How long to wait at most, if a draft at hand is worth `worth_ms` of waiting. 0: not at all.
 
-        The limit with the largest expected gain over the recorded waits: worth - t for each that came after t, minus
+        The limit with the largest expected gain over the recorded times: worth - t for each that came after t, minus
         the limit for each that did not come within it.
         """
         if worth_ms <= 0:
             return 0.0
-        if len(self._waits) < 3:
+        if len(self._times) < 3:
             return worth_ms
         best, best_gain = 0.0, 0.0
-        for limit in sorted(wait for wait in self._waits if wait < worth_ms):
-            gain = sum(worth_ms - wait if wait <= limit else -limit for wait in self._waits)
+        for limit in sorted(time for time in self._times if time < worth_ms):
+            gain = sum(worth_ms - time if time <= limit else -limit for time in self._times)
             if gain > best_gain:
                 best, best_gain = limit, gain
         if best > 0.0:
@@ -91,11 +91,22 @@ class DraftWatch:
         self.is_exhausted = False  # nothing more will come below the current base
         self.wait_until: float | None = None
         self._mode = mode
-        self._wait_since = 0.0
         self._has_waited = False  # for the current base, in vain
         self._is_silent = mode is not Mode.SYNC  # has never said anything, or nothing for long
         self._num_unanswered = 0  # commits since the last extension
         self._draft_step_ms = 0.0
+        self._missed_at: float | None = None  # since when a draft that was expected has not come
+
+    def on_miss(self, now: float) -> None:
+        """The next round is about to be planned, and there is nothing of the drafter's to verify."""
+        self._missed_at = now
+
+    def take_miss_ms(self, came_at: float | None = None) -> float | None:
+        """How long the last miss lasted, once, if there is one: inf unless a draft `came_at` that time."""
+        missed_at, self._missed_at = self._missed_at, None
+        if missed_at is None:
+            return None
+        return math.inf if came_at is None else max(0.0, came_at - missed_at) * 1e3
 
     def on_commit(self) -> None:
         self.is_exhausted = False
@@ -122,12 +133,11 @@ class DraftWatch:
         return not (self.is_exhausted or self._has_waited or self._is_silent)
 
     def begin(self, now: float, limit_ms: float) -> None:
-        self._wait_since, self.wait_until = now, now + limit_ms / 1e3
+        self.wait_until = now + limit_ms / 1e3
 
-    def end(self, now: float, *, has_come: bool) -> float:
-        """The wait is over; returns how long it took in milliseconds. One in vain is not repeated for this base."""
+    def end(self, *, has_come: bool) -> None:
+        """The wait is over. One in vain is not repeated for this base."""
         self.wait_until = None
         self._has_waited = not has_come
         if not has_come and self._mode is Mode.SYNC:
             self._is_silent = True
-        return (now - self._wait_since) * 1e3

@@ -21,6 +21,7 @@ from specpipe.config import TargetWorkerConfig
 from specpipe.engine.interface import StepModel
 from specpipe.engine.slots import create_pool
 from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateRequestError, SpecpipeError
+from specpipe.step_costs import StepCosts
 from specpipe.tree import Node
 from specpipe.types import (
     Close,
@@ -34,7 +35,6 @@ from specpipe.types import (
     RoundStats,
     SessionMessage,
 )
-from target_worker.costs import StepCosts
 from target_worker.room import Room
 from target_worker.scheduler import MIN_CHUNK, chunk_sizes, next_budget, select_nodes
 from target_worker.session import Limits, Phase, Session, check_open
@@ -163,6 +163,8 @@ class TargetLoop:
 
     def _graft(self, session: Session, extension: Extension) -> None:
         session.graft(extension)
+        if session.has_draft:
+            self._note_time(session, self._clock() if extension.arrived_s is None else extension.arrived_s)
         if session.watch.wait_until is not None and (session.has_draft or session.watch.is_exhausted):
             self._end_wait(session, self._clock(), has_come=True)
 
@@ -329,6 +331,7 @@ class TargetLoop:
         if session.num_pending > 1 or session.has_draft or not watch.may_wait():
             return False
         session.draft_ngram()
+        watch.on_miss(now)
         limit_ms = self._wait_limit_ms(session, is_sole=is_sole)
         if limit_ms > 0:
             watch.begin(now, limit_ms)
@@ -342,13 +345,15 @@ class TargetLoop:
         plain_ms = self._costs.estimate(1, len(session.tokens)) + self._costs.gap_ms
         return self._times.limit_ms(self._pace.worth_ms(plain_ms, 1.0 + session.expected_accepted))
 
+    def _note_time(self, session: Session, came_at: float | None) -> None:
+        """A draft came, or (None) the next commit was there before it: record how long after the last one."""
+        time_ms = session.watch.take_miss_ms(came_at)
+        if time_ms is not None:
+            self._times.observe(time_ms)
+
     def _end_wait(self, session: Session, now: float, *, has_come: bool) -> None:
-        """It came, or its time is over, or others want to run: the last says nothing about how fast drafts come."""
-        is_over = session.watch.wait_until is not None and now >= session.watch.wait_until
-        wait_ms = session.watch.end(now, has_come=has_come)
+        session.watch.end(has_come=has_come)
         session.ready_since = now
-        if session.mode is Mode.PIPELINED and (has_come or is_over):
-            self._times.observe(wait_ms, has_come=has_come)
 
     def _end_exposure(self, now: float) -> None:
         """Nothing ran since the last call: that time was exposed draft time of those who waited."""

@@ -9,14 +9,15 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from target_simulator import LINK, Answer, Clock, TimedModel
 
 from draft_worker.worker import DraftLoop
 from specpipe.config import DraftWorkerConfig, EngineConfig, TargetWorkerConfig
+from specpipe.step_costs import StepCosts
 from specpipe.testing import TableModel
 from specpipe.types import Close, Closed, Commit, Extension, Open, SessionMessage
-from target_worker.costs import StepCosts
 from target_worker.worker import TargetLoop
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -86,7 +87,10 @@ class PairSimulator:
         target_config = TargetWorkerConfig(engine=engine, max_nodes=max_nodes)
         self.target.loop = TargetLoop(self.target_model, target_config, self._from_target, target_clock, costs)
         draft_config = DraftWorkerConfig(engine=engine, max_nodes=max_nodes)
-        self.draft.loop = DraftLoop(self.draft_model, draft_config, self._from_draft, draft_clock)
+        draft_costs = StepCosts(64)
+        for rows in BUCKETS:
+            draft_costs.observe(rows, 0, self.draft_model.step_ms(rows))
+        self.draft.loop = DraftLoop(self.draft_model, draft_config, self._from_draft, draft_clock, costs=draft_costs)
 
     @property
     def seconds(self) -> float:
@@ -118,5 +122,6 @@ class PairSimulator:
 
     def _from_draft(self, link: int, message: SessionMessage) -> None:
         if isinstance(message, Extension) and not self._loses(message):
-            self.target.post(self.draft.clock.now + self._hop_s, message)
+            at = self.draft.clock.now + self._hop_s
+            self.target.post(at, replace(message, arrived_s=at))
         assert isinstance(message, Extension | Closed), message

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from specpipe.config import EngineConfig, TargetWorkerConfig
 from specpipe.engine.interface import StepBatch
 from specpipe.sampling.coupled import Chooser
+from specpipe.step_costs import StepCosts
 from specpipe.testing import TableModel
 from specpipe.types import (
     Close,
@@ -33,7 +34,6 @@ from specpipe.types import (
     SpeculationParams,
     StopRules,
 )
-from target_worker.costs import StepCosts
 from target_worker.verification import cut
 from target_worker.worker import TargetLoop
 

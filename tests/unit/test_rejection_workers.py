@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from target_simulator import Simulator, create_open, plain_run
 
 from specpipe.sampling import Proposer
+from specpipe.step_costs import StepCosts
 from specpipe.testing import TableModel
 from specpipe.tree import DraftTree, Node
 from specpipe.types import Extension, Mode, Open, Origin, Proposal, Rule
-from target_worker.costs import StepCosts
 from target_worker.scheduler import Candidate, Load, select_nodes
 
 

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from specpipe.step_costs import StepCosts
 from specpipe.tree import DraftTree, Node
-from target_worker.costs import StepCosts
 from target_worker.scheduler import MIN_CHUNK, Candidate, Load, chunk_sizes, next_budget, select_nodes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from specpipe.tree import GraftOutcome
@@ -24,21 +26,21 @@ def test_the_first_waits_are_as_long_as_they_are_worth() -> None:
 def test_a_wait_is_little_longer_than_those_that_were_answered() -> None:
     times = ExtensionTimes()
     for wait_ms in (2.0, 2.2, 1.9, 2.1):
-        times.observe(wait_ms, has_come=True)
+        times.observe(wait_ms)
     assert times.limit_ms(8.0) == pytest.approx(1.25 * 2.2)
 
 
 def test_waits_that_cost_more_than_they_are_worth_are_not_begun() -> None:
     times = ExtensionTimes()
     for wait_ms in (6.0, 7.0, 6.5):
-        times.observe(wait_ms, has_come=True)
+        times.observe(wait_ms)
     assert times.limit_ms(5.0) == 0.0
 
 
 def test_after_waits_in_vain_one_in_many_still_tries() -> None:
     times = ExtensionTimes()
     for _ in range(16):
-        times.observe(5.0, has_come=False)
+        times.observe(math.inf)
     limits = [times.limit_ms(5.0) for _ in range(64)]
     assert 1 <= sum(limit > 0 for limit in limits) <= 6
 
@@ -46,8 +48,8 @@ def test_after_waits_in_vain_one_in_many_still_tries() -> None:
 def test_one_answer_among_many_waits_in_vain_does_not_pay() -> None:
     times = ExtensionTimes()
     for _ in range(15):
-        times.observe(5.0, has_come=False)
-    times.observe(3.0, has_come=True)
+        times.observe(math.inf)
+    times.observe(3.0)
     assert times.limit_ms(5.0) == 0.0
 
 
@@ -82,11 +84,29 @@ def test_sync_waits_a_second_or_twenty_draft_steps() -> None:
 def test_sync_does_not_wait_again_until_the_draft_speaks() -> None:
     watch = DraftWatch(Mode.SYNC)
     watch.begin(10.0, 1000.0)
-    assert watch.end(11.0, has_come=False) == pytest.approx(1000.0)
+    assert watch.wait_until == 11.0
+    watch.end(has_come=False)
     watch.on_commit()
     assert not watch.may_wait()
     watch.on_extension(extension(), GraftOutcome.STALE)
     assert watch.may_wait()
+
+
+def test_a_miss_lasts_until_a_draft_comes_or_the_next_commit() -> None:
+    watch = DraftWatch(Mode.PIPELINED)
+    assert watch.take_miss_ms(came_at=1.0) is None
+    watch.on_miss(2.0)
+    assert watch.take_miss_ms(came_at=2.25) == 250.0
+    assert watch.take_miss_ms(came_at=3.0) is None
+    watch.on_miss(4.0)
+    assert watch.take_miss_ms() == math.inf
+
+
+def test_going_on_with_a_good_lookup_is_worth_no_wait() -> None:
+    pace = Pace()
+    for _ in range(50):
+        pace.observe(3, 12.0)
+    assert pace.worth_ms(10.0, 1.0) > 0 >= pace.worth_ms(10.0, 3.0)
 
 
 def test_pipelined_waits_only_for_a_draft_that_has_spoken_lately() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from specpipe.step_costs import StepCosts, measure
 from specpipe.testing import TableModel
-from target_worker.costs import StepCosts, measure
 
 
 def staircase(rows: int) -> float:

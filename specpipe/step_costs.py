@@ -1,7 +1,6 @@
-"""What a target step costs: a staircase over rows plus a price per attended token, learned while serving.
+"""What a worker's step costs: a staircase over rows plus a price per attended token, learned while serving.
 
-Owns: `StepCosts`, the estimate that the scheduler divides by, and its first measurement. Must not know: sessions or
-trees.
+Owns: `StepCosts`, the estimate that schedulers divide by, and its first measurement. Must not know: sessions or trees.
 Pure: durations come in as numbers; `measure` is given the clock.
 
 Each row bucket follows the median of its steps by small steps towards each, relative to a common scale that follows the
@@ -20,6 +19,7 @@ from specpipe.engine.interface import SessionRows, StepBatch, StepModel
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _MEASURED = (1, 2, 4, 8, 16, 24, 32, 64, 128, 256)
+MAX_MEASURING_S = 3.0  # a worker measures no longer before it serves
 _PACE = 0.25  # how fast the common scale follows one step
 _STEP = 0.03  # by how much, at most, one step moves its bucket
 _MIN_SPREAD = 96  # attended tokens by which two steps must differ to say something about the price of one
