@@ -251,7 +251,9 @@ def speculation_from_pb(speculation_pb: common_pb2.ResolvedSpeculation) -> Specu
 
 def extension_to_pb(extension: Extension) -> worker_pb2.Extension:
     proposals = [worker_pb2.Proposal(**_values(proposal)) for proposal in extension.proposals]
-    return worker_pb2.Extension(**_values(extension) | {"proposals": proposals})
+    values = _values(extension)
+    del values["arrived_s"]
+    return worker_pb2.Extension(**values | {"proposals": proposals})
 
 
 def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Extension:

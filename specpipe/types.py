@@ -136,7 +136,7 @@ class Extension:
     draft_step_ms: float = 0.0  # forward time of that step
     draft_share_ms: float = 0.0  # this session's share of it, by rows
     proposals: tuple[Proposal, ...] = ()  # rule rejection: at most one a parent
-    arrived_s: float | None = None  # when it reached this process, by its own clock; never on the wire
+    arrived_s: float | None = field(default=None, compare=False)  # when it reached this process; never on the wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
