@@ -18,9 +18,9 @@ import grpc.aio
 
 from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started, Timing
 from specpipe.config import MAX_SPECULATIVE_TOKENS
-from specpipe.errors import InvalidRequestError, ModelNotFoundError, SpecpipeError, WorkerUnavailableError
+from specpipe.errors import ErrorCode, InvalidRequestError, ModelNotFoundError, SpecpipeError, WorkerUnavailableError
 from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc
-from specpipe.server import create_channel, error_from_status
+from specpipe.server import create_channel, error_from_status, is_of_transport
 from specpipe.types import FinishReason, Mode, Origin, Rule
 
 DEFAULT_TIMEOUT_S: Final = 3600.0  # a call without a deadline could hang for ever
@@ -262,9 +262,8 @@ def _stats_from_pb(stats_pb: generate_pb2.SpeculationStats) -> SpeculationStats:
 
 
 def _own_error(error: grpc.aio.AioRpcError, address: str) -> SpecpipeError:
-    """The error that the status stands for; where nobody answered, it says who was asked."""
-    if error.code() is grpc.StatusCode.NOT_FOUND:
-        return ModelNotFoundError(error.details() or "not found")
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return WorkerUnavailableError(f"{address}: {error.details() or 'cannot be reached'}")
-    return error_from_status(error)
+    """The error that the status stands for; where the trouble is on the way, it says who was asked."""
+    own = error_from_status(error)
+    if is_of_transport(error) or isinstance(own, WorkerUnavailableError):
+        return type(own)(f"{address}: {own}")
+    return ModelNotFoundError(str(own)) if own.code is ErrorCode.NOT_FOUND else own

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from specpipe.causes import cause_of
 from specpipe.config import ServerConfig
 from specpipe.errors import ERROR_BY_CODE, CapacityError, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.transport_errors import CODES, sentence_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 MIN_PING_INTERVAL_MS = 10_000
 """What a peer may do at most; smaller than KEEPALIVE_TIME_MS so that nobody is dropped for pings."""
+CONNECT_TIMEOUT_MS = 5_000
+"""A busy or starting peer may need seconds to accept; nobody should wait longer to hear that nobody is there."""
 MAX_DETAILS_BYTES = 2048
 """Of a status. It travels as a header, percent-encoded (three times as long at worst), and peers refuse headers of
 more than 8 KB: the client would see that refusal instead of the status."""
@@ -67,7 +70,7 @@ def channel_options() -> Options:
         ("grpc.enable_http_proxy", 0),  # proxy variables are for the web, not for calls between our processes
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.min_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # of one attempt; after a refusal the next comes sooner
         ("grpc.max_reconnect_backoff_ms", 5_000),
     ]
 
@@ -159,6 +162,10 @@ def _join(host: str, port: int) -> str:
 
 # Errors and statuses
 
+ORIGIN_KEY = "specpipe-status"
+OF_SPECPIPE = ((ORIGIN_KEY, "1"),)
+"""Trailing metadata of every status that a service of ours sends on purpose: its text is meant for people."""
+
 
 def status_of(code: ErrorCode) -> grpc.StatusCode:
     return grpc.StatusCode[code.name]
@@ -174,12 +181,25 @@ def details_of(error: SpecpipeError) -> str:
 
 
 def error_from_status(error: grpc.aio.AioRpcError) -> SpecpipeError:
-    """What a client raises for a status: the error that the server raised, or the nearest one of our tree."""
+    """What a client raises for a status: the error that the server raised, or the nearest one of our tree.
+
+    A status that no server of ours has sent carries gRPC's own text: that goes to the log, a sentence into the error.
+    """
     code, details = error.code(), error.details() or ""
+    kind = ERROR_BY_CODE[ErrorCode.__members__.get(code.name, ErrorCode.INTERNAL)]
+    if not is_of_transport(error):
+        return kind(details or code.name)
+    logger.debug("gRPC: %s: %s", code.name, details)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
-        return InvalidRequestError(f"message too large: {details}")
-    known = ERROR_BY_CODE.get(ErrorCode.__members__.get(code.name, ErrorCode.INTERNAL), SpecpipeError)
-    return known(details or code.name)
+        return InvalidRequestError(
+            f"a message is larger than {MAX_MESSAGE_BYTES // 2**20} MiB, the most that may be sent"
+        )
+    return kind(sentence_of(code.name, details))
+
+
+def is_of_transport(error: grpc.aio.AioRpcError) -> bool:
+    """Whether gRPC made this status, on either side: then no service of ours has spoken."""
+    return error.code().name in CODES and ORIGIN_KEY not in error.trailing_metadata()  # type: ignore[comparison-overlap]
 
 
 @asynccontextmanager
@@ -259,9 +279,9 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
     if isinstance(cause, grpc.aio.AbortError):
         raise cause
     if isinstance(cause, SpecpipeError):
-        await context.abort(status_of(cause.code), details_of(cause))
+        await context.abort(status_of(cause.code), details_of(cause), OF_SPECPIPE)
     logger.error("%s failed", method, exc_info=cause)
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details", OF_SPECPIPE)
 
 
 class CallLimitInterceptor(_Interceptor):

@@ -14,6 +14,7 @@ from specpipe.config import ServerConfig
 from specpipe.errors import (
     CapacityError,
     ConfigError,
+    DeadlineExceededError,
     ErrorCode,
     InvalidRequestError,
     SessionNotFoundError,
@@ -193,16 +194,61 @@ async def test_a_request_that_is_no_message_is_invalid(message):
 
 async def test_an_unknown_method_is_refused():
     async with Rig() as rig:
-        with pytest.raises(SpecpipeError):
+        with pytest.raises(SpecpipeError, match="no specpipe service of the kind"):
             async with status_errors():
                 await rig.channel.unary_unary(f"/{SERVICE}/Nothing")(b"x", timeout=20)
 
 
-async def test_nobody_there_is_unavailable():
-    async with create_channel(f"127.0.0.1:{a_free_port()}") as channel:
-        with pytest.raises(WorkerUnavailableError):
+async def test_time_that_runs_out_is_said_in_our_own_words():
+    async with Rig() as rig:
+        rig.service.gate.clear()
+        with pytest.raises(DeadlineExceededError, match="no answer came within the time allowed"):
+            async with status_errors():
+                await rig.channel.unary_unary(f"/{SERVICE}/Unary")(b"x", timeout=0.2)
+        rig.service.gate.set()
+
+
+async def failure_at(address):
+    """What a caller is told who finds no service of ours there."""
+    async with create_channel(address) as channel:
+        with pytest.raises(WorkerUnavailableError) as caught:
             async with status_errors():
                 await channel.unary_unary(f"/{SERVICE}/Unary")(b"x", timeout=20)
+    return str(caught.value)
+
+
+async def test_nobody_there_is_unavailable(caplog):
+    with caplog.at_level(logging.DEBUG, "specpipe.server"):
+        assert await failure_at(f"127.0.0.1:{a_free_port()}") == (
+            "nothing listens there: it is not started, or the address is wrong"
+        )
+    assert "failed to connect to all addresses" in caplog.text  # gRPC's own text is for the log
+
+
+async def test_a_peer_that_accepts_and_says_nothing_may_still_be_starting(monkeypatch):
+    monkeypatch.setattr(server_module, "CONNECT_TIMEOUT_MS", 200)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(5)
+        assert "may still be starting" in await failure_at(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+async def test_a_web_server_and_one_that_hangs_up_are_told_apart():
+    async def web(reader, writer):
+        await reader.read(10)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def hangs_up(reader, writer):
+        writer.close()
+
+    for answer, words in ((web, "a web server is there"), (hangs_up, "closed the connection")):
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+            assert words in await failure_at(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+
+
+async def test_a_host_that_is_not_known():
+    assert "host name is not known" in await failure_at("nobody.invalid:1")
 
 
 async def test_more_calls_than_the_limit_are_refused_and_never_run():
@@ -297,7 +343,7 @@ async def test_big_messages_pass_and_too_big_ones_are_invalid():
     async with Rig() as rig:
         big = b"x" * (MAX_MESSAGE_BYTES - 1024)
         assert await rig.unary(big) == big
-        with pytest.raises(InvalidRequestError, match="message too large"):
+        with pytest.raises(InvalidRequestError, match="larger than 64 MiB"):
             await rig.unary(b"x" * (MAX_MESSAGE_BYTES + 1))
         assert await rig.unary() == b"x"
 

@@ -193,7 +193,7 @@ def test_nobody_at_the_address_fails_each_prompt(capsys: pytest.CaptureFixture[s
     first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert (first["prompt"], second["prompt"]) == ("a", "b")
     assert first["error"]["code"] == "UNAVAILABLE"
-    assert NOBODY in first["error"]["message"]
+    assert first["error"]["message"] == f"{NOBODY}: nothing listens there: it is not started, or the address is wrong"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
