@@ -42,9 +42,7 @@ class CountingOutput(PlainOutput):
 def main() -> int:
     """Returns the exit code."""
     configure_logging("warning")
-    output = CountingOutput(1)
-    sys.stdout.write(PROMPT)
-    sys.stdout.flush()
+    output = CountingOutput(1, is_echoing=True)
     try:
         config = service_config(ServiceFlags(), SpeculationFlags(), [REQUEST], "warning")
         code = run_with_signals(lambda _: answer_with_service(config, [REQUEST], output), terminated=EXIT_TERMINATED)

@@ -15,7 +15,7 @@ from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
 
-from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Started
+from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, SpeculationStats, Started
 from specpipe.cli.failure import say_error
 from specpipe.client import Answer, GenerateRequest
 from specpipe.errors import SpecpipeError
@@ -24,7 +24,12 @@ from specpipe.types import Origin
 ACCEPTED_STYLE: Final = Style(color="green")  # drafted and accepted
 TARGET_STYLE: Final = Style(bold=True)  # the target's own
 NOTE_STYLE: Final = Style(dim=True)
-VISIBLE_CONTROLS: Final = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+VISIBLE_CONTROLS: Final = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+MAX_ECHO_CHARS: Final = 2_000  # of a prompt's end
 
 
 class Output(Protocol):
@@ -50,11 +55,17 @@ class JsonOutput:
 
 
 class PlainOutput:
-    """Text as it comes; tokens that were drafted and accepted in another colour than the target's own."""
+    """Text as it comes; tokens that were drafted and accepted in another colour than the target's own.
 
-    def __init__(self, num_prompts: int) -> None:
+    A single prompt is echoed before its answer, which goes on from it: by default on a terminal only, so that a file
+    gets the answer alone. Several are each announced in a line.
+    """
+
+    def __init__(self, num_prompts: int, *, is_echoing: bool | None = None) -> None:
         console = Console()
-        self._colors = None if console.no_color or not console.is_terminal else ColorSystem.STANDARD
+        self._is_terminal = console.is_terminal
+        self._colors = ColorSystem.STANDARD if console.is_terminal and not console.no_color else None
+        self._is_echoing = num_prompts == 1 and (console.is_terminal if is_echoing is None else is_echoing)
         self._num_prompts = num_prompts
         self._num_shown = 0
 
@@ -66,11 +77,13 @@ class PlainOutput:
         try:
             async for event in events:
                 answer.add(event)
+                if isinstance(event, Started) and self._is_echoing:
+                    self._write(echo_of(request), NOTE_STYLE)
                 if isinstance(event, Chunk):
                     self._write_chunk(event)
             note = statistics_line(answer)
         except SpecpipeError as error:
-            sys.stdout.write("\n" if answer.text else "")
+            sys.stdout.write("\n" if answer.started else "")
             say_error(str(error))
             return False
         sys.stdout.write("\n")
@@ -83,10 +96,20 @@ class PlainOutput:
 
     def _write(self, text: str, style: Style) -> None:
         """As it is; only a terminal gets colours, and no control characters of a model's making."""
+        if self._is_terminal:
+            text = text.translate(VISIBLE_CONTROLS)
         if self._colors is not None:
-            text = style.render(text.translate(VISIBLE_CONTROLS), color_system=self._colors)
+            text = style.render(text, color_system=self._colors)
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def echo_of(request: GenerateRequest) -> str:
+    """What an answer goes on from: the end of a text; what was said last, and ids, in a line of their own."""
+    prompt = prompt_json(request)
+    shown = prompt if isinstance(prompt, str) else str(prompt)
+    kept = shown if len(shown) <= MAX_ECHO_CHARS else "…" + shown[-MAX_ECHO_CHARS:]
+    return kept if isinstance(request.prompt, str) else kept + "\n"
 
 
 def answer_json(request: GenerateRequest, answer: Answer) -> dict[str, Any]:
@@ -126,7 +149,7 @@ def complete(answer: Answer) -> tuple[Started, Finished]:
 
 
 def statistics_line(answer: Answer) -> str:
-    """All that one wants to see after an answer, in one line."""
+    """All that one wants to see after an answer, in one line. docs/statistics.md explains it part by part."""
     started, finished = complete(answer)
     stats, timing, num_tokens = finished.speculation, finished.timing, finished.completion_tokens
     parts = [
@@ -137,20 +160,18 @@ def statistics_line(answer: Answer) -> str:
         parts.append(f"{1000 / timing.tpot_ms:.1f} tokens/s")
     parts.append(stats.mode.value)
     if stats.mean_acceptance_length is not None:
-        parts.append(f"{stats.mean_acceptance_length:.2f} tokens a round")
+        parts.append(f"{stats.rounds} rounds, {stats.mean_acceptance_length:.2f} tokens a round")
     if stats.drafted_tokens:
-        parts += _draft_parts(answer)
+        parts += _draft_parts(stats, num_tokens)
     parts.append(f"seed {started.seed}")
     return " · ".join(parts)
 
 
-def _draft_parts(answer: Answer) -> list[str]:
-    _, finished = complete(answer)
-    stats = finished.speculation
-    parts = [f"accepted {stats.accepted_tokens} of {stats.verified_tokens} verified"]
+def _draft_parts(stats: SpeculationStats, num_tokens: int) -> list[str]:
+    parts = [f"{stats.accepted_tokens} of the {num_tokens} tokens came from drafts"]
     if stats.acceptance_rate is not None:
-        parts.append(f"acceptance {stats.acceptance_rate:.2f}")
+        parts.append(f"acceptance rate {stats.acceptance_rate:.2f} (of first guesses)")
     if stats.hit_rate is not None:
-        parts.append(f"hits {stats.hit_rate:.2f}")
-    parts.append(f"drafting {stats.draft_ms:.0f} ms, {stats.exposed_draft_ms:.0f} ms exposed")
+        parts.append(f"hit rate {stats.hit_rate:.2f}")
+    parts.append(f"drafting {stats.draft_ms:.0f} ms, exposed {stats.exposed_draft_ms:.0f} ms")
     return parts

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from specpipe.answers import AnswerEvent, Chunk, Finished, SpeculationStats, Started, Timing
+from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, SpeculationStats, Started, Timing
 from specpipe.cli.app import app, run
 from specpipe.cli.output import JsonOutput, PlainOutput
 from specpipe.client import GenerateRequest
@@ -258,8 +258,9 @@ async def test_plain_output_is_the_text_as_it_is_and_one_line_of_statistics(
     assert await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(*EVENTS))
     text, statistics = capsys.readouterr().out.splitlines()
     assert text == "[b]one two"
-    for part in ("3 tokens in 0.02 s (stop)", "200.0 tokens/s", "pipelined", "1.50 tokens a round", "seed 7"):
+    for part in ("3 tokens in 0.02 s (stop)", "200.0 tokens/s", "pipelined", "2 rounds, 1.50 tokens a round", "seed 7"):
         assert part in statistics
+    assert "1 of the 3 tokens came from drafts · acceptance rate 0.50 (of first guesses) · drafting 4 ms" in statistics
 
 
 async def test_a_terminal_shows_drafted_tokens_in_another_colour_than_the_targets_own(
@@ -268,9 +269,34 @@ async def test_a_terminal_shows_drafted_tokens_in_another_colour_than_the_target
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(*EVENTS))
+    await PlainOutput(1).show(GenerateRequest(prompt="p\x1b q"), stream(*EVENTS))
     shown = capsys.readouterr().out
-    assert shown.startswith("\x1b[32m[b]o\x1b[0m\x1b[1mne\x1b[0m\x1b[1m two\x1b[0m\n")
+    answer = "\x1b[32m[b]o\x1b[0m\x1b[1mne\x1b[0m\x1b[1m two\x1b[0m\n"
+    assert shown.startswith(f"\x1b[2mp␛ q\x1b[0m{answer}")  # the prompt is dim
+
+
+async def test_an_echo_is_what_the_answer_goes_on_from(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = (ChatMessage(role="user", content="hi"),)
+    for prompt, echo in (("p", "p"), ((1, 2), "[1, 2]\n"), (chat, "hi\n"), ("x" * 9000, "…" + "x" * 2000)):
+        await PlainOutput(1, is_echoing=True).show(GenerateRequest(prompt=prompt), stream(*EVENTS))
+        assert capsys.readouterr().out.startswith(echo + "[b]one two\n")
+
+
+async def test_a_prompt_that_was_refused_is_not_echoed(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = stream(CapacityError("full"))
+    assert not await PlainOutput(1, is_echoing=True).show(GenerateRequest(prompt="p"), refused)
+    assert capsys.readouterr() == ("", "error: full\n")
+
+
+async def test_a_terminal_without_colours_gets_no_control_characters_either(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = "a\x1b]0;x\x07\x9b1m\x7f"
+    chunk = Chunk(token_ids=(5,), text=text, origins=(Origin.PLAIN,), round=1, text_lengths=(len(text),))
+    await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(EVENTS[0], chunk, EVENTS[-1]))
+    assert capsys.readouterr().out.splitlines()[0] == "pa␛]0;x␇\ufffd1m␡"
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&-", ">&- 2>&-"])
