@@ -174,17 +174,22 @@ def test_a_prompt_that_gives_nan_is_not_shared(table: TableModel) -> None:
     assert ask(sim, 3, LONG[:149], max_tokens=1).stats.num_cached == 0
 
 
-def test_the_last_token_of_an_answer_is_not_shared_if_nobody_saw_its_row() -> None:
-    """It was drafted and ends the answer, so its row is computed and never looked at: it may hold NaN."""
+def test_the_token_that_ended_an_answer_is_not_shared_if_nobody_saw_its_row() -> None:
+    """It was drafted, so its row was computed; it ended the answer, so nobody looked: it may hold NaN."""
     table = TableModel(vocab_size=24, num_slots=256, seed=3)
     sim = Simulator(table, drafter=self_drafter(TableModel(24, seed=3), 8), delay_ms=lambda: 0.0)
-    tokens, _ = plain_run(table, create_open(1, [1, 2, 3], max_tokens=5))
-    table.poison([1, 2, 3, *tokens])
-    answer = sim.open(create_open(1, [1, 2, 3], max_tokens=5))
+    tokens, _ = plain_run(table, create_open(1, [1, 2, 3], max_tokens=6))
+    end = next(i for i in range(3, 6) if tokens[i] not in tokens[:i])
+    whole = [1, 2, 3, *tokens[: end + 1]]
+    table.poison(whole)
+    answer = sim.open(create_open(1, [1, 2, 3], max_tokens=9, k=8, stop_ids=(tokens[end],), mode=Mode.SYNC))
     sim.run()
-    assert answer.finish_reason is FinishReason.LENGTH
-    assert answer.commits[-1].stats.num_verified >= 4, "it was a row"
-    assert ask(sim, 2, [1, 2, 3, *tokens[:4], (tokens[4] + 1) % 24], max_tokens=5).stats.num_cached == 7
+    assert (answer.tokens, answer.finish_reason) == (whole, FinishReason.STOP)
+    assert answer.stats.num_accepted == end + 1, "it was a row"
+    onward = sim.open(create_open(2, [*whole, 5], max_tokens=3))
+    sim.run()
+    assert onward.failed is not None
+    assert "NaN" in onward.failed.message, "computed anew, and found to be what it is"
     for session in range(3, 9):
         ask(sim, session, [session] * 60, max_tokens=30)
 
