@@ -39,10 +39,12 @@ class RankThread:
 
 
 @contextmanager
-def parallel_model(folder: Path, size: int, *, num_slots: int = 400, is_shared: bool = True) -> Iterator[ParallelModel]:
+def parallel_model(
+    folder: Path, size: int, *, num_slots: int = 400, is_shared: bool = True, dtype: str = "auto"
+) -> Iterator[ParallelModel]:
     """The model of `folder` over `size` ranks."""
     ranks = []
-    with RankGroup(EngineConfig(model=str(folder), num_slots=num_slots), size) as group:
+    with RankGroup(EngineConfig(model=str(folder), num_slots=num_slots, dtype=dtype), size) as group:
         if is_shared:
             group.connect()
         for rank in range(1, size):
