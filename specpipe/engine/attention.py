@@ -44,6 +44,8 @@ _HARMLESS = frozenset(
 class Plan(Protocol):
     """What a layer's attention does with its queries, keys and values."""
 
+    num_positions: int  # all rows stand below it
+
     def attend(
         self,
         layer: int,
@@ -111,6 +113,7 @@ class ShapeProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
+        self.num_positions = 1
         self.dtype = torch.float32
 
     def attend(
@@ -193,6 +196,7 @@ class StepPlan:
         device, dtype = cache.device, cache.dtype
         self.cache = cache
         self.num_rows = len(arrays.tokens)
+        self.num_positions = int(arrays.positions.max()) + 1
         self.tokens = torch.from_numpy(arrays.tokens).to(device).unsqueeze(0)
         self.positions = torch.from_numpy(arrays.positions).to(device).unsqueeze(0)
         self.wanted = torch.from_numpy(arrays.wanted).to(device)

@@ -44,6 +44,29 @@ class _Norm:
         return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
 
 
+class _Rotation:
+    """cos and sin of every position so far asked for, rounded up; frequencies are fixed (see rope.py)."""
+
+    def __init__(self, rotary_emb: Any, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rotary_emb = rotary_emb
+        self._half = head_dim // 2
+        self._sample = torch.zeros((), dtype=dtype, device=device)
+        self._table = torch.zeros(0, 2, 1, head_dim)  # [position, cos or sin, 1, head_dim]
+
+    def __call__(self, positions: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of `positions`, all below `num_positions`, [num_rows, 1, head_dim]; the sign of rotate_half is
+        folded into sin."""
+        if num_positions > self._table.shape[0]:
+            self._grow(max(1024, 1 << (num_positions - 1).bit_length()))
+        rows = self._table.index_select(0, positions)
+        return rows[:, 0], rows[:, 1]
+
+    def _grow(self, size: int) -> None:
+        cos, sin = self._rotary_emb(self._sample, torch.arange(size, device=self._sample.device).unsqueeze(0))
+        signed = torch.cat((-sin[0, :, : self._half], sin[0, :, self._half :]), dim=-1)
+        self._table = torch.stack((cos[0], signed), dim=1).unsqueeze(2)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Layer:
     input_norm: _Norm
@@ -73,7 +96,7 @@ class FastDecoder:
         self.head = Linear(model.lm_head.weight, combine=combine_of(model.lm_head))
         self.layers = [self._take_layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
         self.norm = self._take_norm(body.norm)
-        self.rotary_emb = body.rotary_emb
+        self.rotation = _Rotation(body.rotary_emb, self.head_dim, self.dtype, weight.device)
         if model.lm_head.weight is not self.embedding:
             model.lm_head.weight = None
 
@@ -84,7 +107,7 @@ class FastDecoder:
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor, plan: Plan) -> Tensor:
         """[num_wanted, output rows]; `tokens` and `positions` are [1, num_rows]."""
         hidden = self.embedding.index_select(0, tokens[0]).to(self.dtype)
-        cos, sin = self._rotation(hidden, positions)
+        cos, sin = self.rotation(positions[0], plan.num_positions)
         for index, layer in enumerate(self.layers):
             hidden = self._run_layer(index, layer, hidden, cos, sin, plan)
         return self.head(self.norm(hidden.index_select(0, wanted)))
@@ -102,13 +125,6 @@ class FastDecoder:
         hidden = layer.out.add_to(hidden, attended.reshape(num_rows, -1))
         gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
         return layer.down.add_to(hidden, silu(gate).mul_(up))
-
-    def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [num_rows, 1, head_dim]; the sign of rotate_half is folded into sin."""
-        cos, sin = self.rotary_emb(hidden, positions)
-        half = self.head_dim // 2
-        signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-        return cos[0].unsqueeze(1), signed.unsqueeze(1)
 
     def _take_layer(self, layer: Any, window: int | None) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

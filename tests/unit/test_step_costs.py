@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from specpipe.engine.interface import StepBatch
 from specpipe.step_costs import StepCosts, measure
 from specpipe.testing import TableModel
 
@@ -74,7 +77,7 @@ def test_measuring_fills_every_bucket_that_the_model_allows() -> None:
     costs = StepCosts(64)
     ticks = iter(range(10_000))
     measure(table, costs, max_rows=64, max_s=1000.0, clock=lambda: float(next(ticks)))
-    assert table.num_forwards == 2 * 7  # 1, 2, 4, 8, 16, 24, 32 rows: 64 do not fit into 39 slots
+    assert table.num_forwards == 2 * 9  # 1, 2, 4, 6, 8, 12, 16, 24, 32 rows: 64 do not fit into 39 slots
     assert costs.estimate(1) > 0
 
 
@@ -82,4 +85,17 @@ def test_measuring_stops_when_its_time_is_over() -> None:
     table = TableModel(num_slots=400)
     ticks = iter(range(10_000))
     measure(table, StepCosts(64), max_rows=64, max_s=5.0, clock=lambda: float(next(ticks)))
-    assert table.num_forwards == 4
+    assert table.num_forwards == 7 + 1  # up to 16 rows, whatever they cost, and one more
+
+
+def test_a_slow_moment_while_measuring_is_forgotten() -> None:
+    table, costs, now = TableModel(num_slots=400), StepCosts(64), [0.0]
+    forward = table.forward
+
+    def slow_at_first(batch: StepBatch) -> npt.NDArray[np.float32]:
+        now[0] += 0.5 if table.num_forwards == 2 else 0.01
+        return forward(batch)
+
+    table.forward = slow_at_first  # type: ignore[method-assign]
+    measure(table, costs, max_rows=64, max_s=3.0, clock=lambda: now[0])
+    assert costs.estimate(8) < 15.0
