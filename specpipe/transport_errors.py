@@ -32,7 +32,7 @@ _BY_CODE: Final = {
     "UNIMPLEMENTED": "it is no specpipe service of the kind that was asked: check the address",
     "DEADLINE_EXCEEDED": "no answer came within the time allowed",
     "CANCELLED": "the call was cancelled",
-    "INTERNAL": "the connection failed, or both sides are of different versions",
+    "INTERNAL": "the connection broke",
     "UNKNOWN": "the call failed without a reason",
     "RESOURCE_EXHAUSTED": "it has no room for this call now",
 }
