@@ -45,7 +45,7 @@ class GrowthRules:
     max_nodes: int = 256  # nodes of one session's tree
     max_depth: int = 48  # its depth
     fan: int = 5  # candidates ranked below an expanded node
-    min_reach: float = 0.001  # a node of smaller reach is neither kept (unless first-ranked) nor expanded
+    min_reach: float = 0.005  # a node of smaller reach is neither kept (unless first-ranked) nor expanded
     min_share: float = 0.05  # a candidate waits while its reach is below this share of the best leaf's ...
     num_free_nodes: int = 32  # ... and the tree has so many nodes
     num_lookups: int = 16  # nodes looked up at once, below one leaf
@@ -120,7 +120,7 @@ class DraftSession:
         self._fans = Fans(calibrator.estimate, self._drafter)
         self._unsent: dict[Node, int] = {}  # new nodes and the step that ranked them
         self._lookup = self._open_lookup(opened)
-        self._reported_step = 0  # last step whose share was reported
+        self._unreported_ms = 0.0  # this session's share of steps that no extension has told of
         self._answered_base = -1  # base whose last extension (is_exhausted) was sent
         self.tree = self._create_tree()
 
@@ -206,6 +206,8 @@ class DraftSession:
         """Account a step that had rows of this session."""
         if self.is_sync:
             self._chain_time.add(step)
+        else:
+            self._unreported_ms += step.share_ms
 
     def commit(self, tokens: Sequence[int], origins: Sequence[Origin] = ()) -> list[int]:
         """Append final tokens (`origins`: one each, if known); returns the slots of nodes that are on no path now.
@@ -251,8 +253,7 @@ class DraftSession:
         unsent, self._unsent = self._unsent, {}
         if not unsent:
             return None
-        share_ms = step.share_ms if step.number > self._reported_step else 0.0
-        self._reported_step = step.number
+        share_ms, self._unreported_ms = self._unreported_ms, 0.0
         return self.tree.extension_of(
             unsent,
             session=self.id,
@@ -304,8 +305,9 @@ class DraftSession:
         return node.slot is None and is_within
 
     def _chain_end(self) -> Node:
+        """The first node on the first-ranked path that is not expanded; the path's last node if all are."""
         node = self.tree.root
-        while node.children:
+        while node.children and (node.slot is not None or node.depth == 0):
             node = next(iter(node.children.values()))
         return node
 

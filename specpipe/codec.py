@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from specpipe.codec_enums import ERROR_CODES, FINISH_REASONS, MODES, ORIGINS, RULES
 from specpipe.errors import InvalidRequestError
-from specpipe.extensions import MAX_EXTENSION_NODES, MAX_PROPOSAL_TOKENS, check_proposals
+from specpipe.extensions import MAX_EXTENSION_NODES, MAX_PROPOSAL_TOKENS, check_proposals, check_trie
 from specpipe.rpc.v1 import common_pb2, worker_pb2
 from specpipe.types import (
     Batch,
@@ -53,10 +53,24 @@ class Limits:
 
     vocab_size: int = 2**32  # token ids are below it
     max_context: int = 2**32 - 1  # tokens of a sequence
+    relays_extensions: bool = False  # they are passed on, and their nodes are the next receiver's to check
 
     @classmethod
-    def of(cls, model: ModelInfo | None) -> Limits:
-        return cls() if model is None else cls(vocab_size=model.vocab_size, max_context=model.max_context)
+    def of(cls, model: ModelInfo | None, *, relays_extensions: bool = False) -> Limits:
+        if model is None:
+            return cls(relays_extensions=relays_extensions)
+        return cls(vocab_size=model.vocab_size, max_context=model.max_context, relays_extensions=relays_extensions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayedExtension(Extension):
+    """An extension on its way through: its nodes stay in `message`, unread, and only there."""
+
+    message: worker_pb2.Extension = field(compare=False)
+
+    def read(self) -> Extension:
+        """With its nodes. Raises InvalidRequestError if they are not right."""
+        return extension_from_pb(self.message, Limits())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +168,9 @@ def batch_from_pb(batch_pb: worker_pb2.Batch, limits: Limits) -> tuple[Batch, li
     batch = Batch(
         sequence=batch_pb.sequence,
         opens=decoded(Open, batch_pb.opens, open_from_pb),
-        extensions=decoded(Extension, batch_pb.extensions, extension_from_pb),
+        extensions=decoded(
+            Extension, batch_pb.extensions, relayed_from_pb if limits.relays_extensions else extension_from_pb
+        ),
         commits=decoded(Commit, batch_pb.commits, commit_from_pb),
         need_tokens=tuple(NeedTokens(session=need.session, have=need.have) for need in batch_pb.need_tokens),
         failures=decoded(Failed, batch_pb.failures, failed_from_pb),
@@ -250,29 +266,38 @@ def speculation_from_pb(speculation_pb: common_pb2.ResolvedSpeculation) -> Specu
 
 
 def extension_to_pb(extension: Extension) -> worker_pb2.Extension:
+    if isinstance(extension, RelayedExtension):
+        extension.message.session = extension.session
+        return extension.message
     proposals = [worker_pb2.Proposal(**_values(proposal)) for proposal in extension.proposals]
     values = _values(extension)
     del values["arrived_s"]
     return worker_pb2.Extension(**values | {"proposals": proposals})
 
 
+def relayed_from_pb(extension_pb: worker_pb2.Extension, _: Limits) -> RelayedExtension:
+    _check_extension_size(extension_pb)
+    return RelayedExtension(
+        session=extension_pb.session,
+        base=extension_pb.base,
+        parents=(),
+        tokens=(),
+        confidences=(),
+        is_exhausted=extension_pb.is_exhausted,
+        drafter=extension_pb.drafter,
+        draft_step=extension_pb.draft_step,
+        draft_step_ms=extension_pb.draft_step_ms,
+        draft_share_ms=extension_pb.draft_share_ms,
+        message=extension_pb,
+    )
+
+
 def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Extension:
     """Checked: same lengths, parents earlier than their node, ids in the vocabulary, confidences in [0, 1], proposals
     that are distributions and whose sampled child is among the nodes."""
-    num_nodes = len(extension_pb.tokens)
-    if num_nodes > MAX_EXTENSION_NODES:
-        raise InvalidRequestError(f"{num_nodes} nodes are more than {MAX_EXTENSION_NODES}")
-    if not len(extension_pb.parents) == len(extension_pb.confidences) == num_nodes:
-        raise InvalidRequestError("parents, tokens and confidences differ in length")
+    num_nodes = _check_extension_size(extension_pb)
     parents, confidences = tuple(extension_pb.parents), tuple(extension_pb.confidences)
-    for index, parent in enumerate(parents):
-        if parent > index:
-            raise InvalidRequestError(f"parents[{index}] is {parent}: a parent comes before its node")
-    for confidence in confidences:
-        if not 0.0 <= confidence <= 1.0:
-            raise InvalidRequestError(f"a confidence is {confidence}")
-    _check_length("drafter", extension_pb.drafter)
-    _check_durations(extension_pb, ("draft_step_ms", "draft_share_ms"))
+    check_trie(parents, confidences)
     extension = Extension(
         session=extension_pb.session,
         base=extension_pb.base,
@@ -288,6 +313,18 @@ def extension_from_pb(extension_pb: worker_pb2.Extension, limits: Limits) -> Ext
     )
     check_proposals(extension, limits.vocab_size)
     return extension
+
+
+def _check_extension_size(extension_pb: worker_pb2.Extension) -> int:
+    """The number of nodes."""
+    num_nodes = len(extension_pb.tokens)
+    if num_nodes > MAX_EXTENSION_NODES:
+        raise InvalidRequestError(f"{num_nodes} nodes are more than {MAX_EXTENSION_NODES}")
+    if not len(extension_pb.parents) == len(extension_pb.confidences) == num_nodes:
+        raise InvalidRequestError("parents, tokens and confidences differ in length")
+    _check_length("drafter", extension_pb.drafter)
+    _check_durations(extension_pb, ("draft_step_ms", "draft_share_ms"))
+    return num_nodes
 
 
 def _proposals(proposals_pb: Sequence[worker_pb2.Proposal], num_nodes: int) -> tuple[Proposal, ...]:

@@ -57,7 +57,7 @@ class WorkerLink:
         self._unread: asyncio.Queue[Batch | None] = asyncio.Queue(MAX_UNREAD_BATCHES)  # None: ended, see _reason
         self._reason = ""  # why there are no more
         self._read_info = read_info
-        self._stream = WorkerStream(limits=codec.Limits.of(hello.model), timing=timing)
+        self._stream = WorkerStream(limits=codec.Limits.of(hello.model, relays_extensions=True), timing=timing)
 
     @classmethod
     @asynccontextmanager

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specpipe.demo
 from draft_worker.service import serve
+from specpipe.codec import RelayedExtension
 from specpipe.config import DraftWorkerConfig, EngineConfig, ServerConfig
 from specpipe.errors import ConfigError
 from specpipe.tree import DraftTree
@@ -111,7 +112,8 @@ class Reader:
 
 
 def _messages(batch: Batch) -> list[object]:
-    return [*batch.extensions, *batch.need_tokens, *batch.failures, *batch.closed]
+    extensions = [relayed.read() for relayed in batch.extensions if isinstance(relayed, RelayedExtension)]
+    return [*extensions, *batch.need_tokens, *batch.failures, *batch.closed]
 
 
 def open_message(session: int = 1, *, mode: Mode = Mode.PIPELINED) -> Open:

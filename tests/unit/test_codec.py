@@ -1,5 +1,6 @@
 """Every message survives the wire; what a peer gets wrong is refused by name and costs only itself."""
 
+import dataclasses
 import math
 import string
 
@@ -391,3 +392,25 @@ def test_long_texts_of_our_own_are_cut_when_sent():
 def test_a_model_without_a_vocabulary_is_refused():
     with pytest.raises(InvalidRequestError, match="no vocabulary"):
         codec.hello_from_pb(worker_pb2.Hello(model=common_pb2.ModelInfo(name="m", max_context=5)))
+
+
+def test_a_relayed_extension_leaves_as_it_came_but_for_its_session():
+    came = codec.extension_to_pb(
+        Extension(session=7, base=3, parents=(0, 1), tokens=(4, 5), confidences=(0.5, 0.25), draft_step=3)
+    )
+    limits = codec.Limits(relays_extensions=True)
+    batch, rejected = codec.batch_from_pb(worker_pb2.Batch(sequence=1, extensions=[came]), limits)
+    (relayed,) = batch.extensions
+    assert not rejected
+    assert (relayed.session, relayed.base, relayed.draft_step, relayed.tokens) == (7, 3, 3, ())
+    left = codec.extension_to_pb(dataclasses.replace(relayed, session=9))
+    came.session = 9
+    assert left == came
+
+
+def test_a_relayed_extension_is_of_bounded_size():
+    came = worker_pb2.Extension(session=7, base=3, tokens=[1] * 100_000)
+    limits = codec.Limits(relays_extensions=True)
+    batch, rejected = codec.batch_from_pb(worker_pb2.Batch(sequence=1, extensions=[came]), limits)
+    assert not batch.extensions
+    assert [rejection.session for rejection in rejected] == [7]
