@@ -10,7 +10,7 @@ from specpipe.cli.flags import ServiceFlags
 from specpipe.engine.folder import ModelFolder, check_folder
 from specpipe.engine.parallel.table import check_ranks
 from specpipe.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
-from specpipe.errors import ConfigError, UnsupportedModelError
+from specpipe.errors import ConfigError
 from specpipe.launcher.plan import NGRAM, NONE
 
 
@@ -52,10 +52,8 @@ def check_ranks_fit(target: str, size: int) -> None:
 
 
 def _check_ranks(folder: ModelFolder, size: int) -> None:
-    if size > 1 and folder.gguf is not None:
-        raise UnsupportedModelError(f"{folder.gguf}: a .gguf file cannot be split among ranks; use one rank")
-    names = folder.config.get("architectures") or [""]
-    check_ranks(str(names[0]), folder.config, size)
+    names = folder.config.get("architectures")
+    check_ranks(str(names[0]) if names else None, folder.config, size)
 
 
 def default_draft(target: Vocabulary) -> str:

@@ -81,7 +81,7 @@ def _check_gguf(name: str, path: Path) -> ModelFolder:
         name=name,
         path=path.parent,
         gguf=path,
-        config={"model_type": content.architecture},
+        config={"model_type": content.architecture, **content.sizes},
         vocabulary=content.vocabulary,
         eos_token_ids=content.eos_token_ids,
         max_positions=content.max_positions,

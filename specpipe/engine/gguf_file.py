@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 _UNUSED_TOKEN = 5  # token type of padding entries
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+_SIZE_KEYS = {  # as config.json calls them
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "intermediate_size": "feed_forward_length",
+}
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
@@ -29,6 +34,7 @@ class GGUFContent:
     vocabulary: Vocabulary
     eos_token_ids: tuple[int, ...]
     max_positions: int | None
+    sizes: dict[str, int]  # as config.json calls them
     fingerprint: str
 
 
@@ -45,11 +51,13 @@ def read_gguf(path: Path) -> GGUFContent:
     kinds = _field(reader, "tokenizer.ggml.token_type") or [1] * len(tokens)
     vocabulary = Vocabulary({i: token for i, token in enumerate(tokens) if kinds[i] != _UNUSED_TOKEN})
     ends = {int(value) for value in (_field(reader, key) for key in _EOS_KEYS) if value is not None}
+    sizes = {key: _field(reader, f"{architecture}.{field}") for key, field in _SIZE_KEYS.items()}
     return GGUFContent(
         architecture=architecture,
         vocabulary=vocabulary,
         eos_token_ids=tuple(sorted(end for end in ends if end < vocabulary.size)),
         max_positions=_field(reader, f"{architecture}.context_length"),
+        sizes={key: size for key, size in sizes.items() if isinstance(size, int)},
         fingerprint=_fingerprint(path),
     )
 

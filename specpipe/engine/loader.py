@@ -69,24 +69,30 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
 
 def load_weights(folder: ModelFolder, dtype: str) -> PreTrainedModel:
     """The transformers model with all its weights; no weight may be missing or left over unloaded."""
-    source: dict[str, Any] = {"local_files_only": True}
-    if folder.gguf is not None:
-        source["gguf_file"] = folder.gguf.name
     with quiet_transformers(), translated_errors(folder):
-        model_config = AutoConfig.from_pretrained(folder.path, **source)
-        if folder.gguf is not None and (reason := families.reason_to_refuse(model_config.to_dict())):
-            raise UnsupportedModelError(f"{folder.gguf}: {reason}")
-        if folder.gguf is None:
-            source["use_safetensors"] = True
+        model_config = read_config(folder)
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder.path,
             config=model_config,
             dtype=resolve_dtype(dtype, model_config),
             output_loading_info=True,
-            **source,
+            **({"gguf_file": folder.gguf.name} if folder.gguf else {"use_safetensors": True}),
+            local_files_only=True,
         )
     _refuse_incomplete(folder, loading)
+    if folder.gguf is not None:
+        model.is_quantized = False  # said of every GGUF and forbids float(); the weights are unpacked
     return model
+
+
+def read_config(folder: ModelFolder) -> PreTrainedConfig:
+    """The model's config as transformers has it. Raises UnsupportedModelError for a GGUF of what is not served."""
+    if folder.gguf is None:
+        return AutoConfig.from_pretrained(folder.path, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder.path, gguf_file=folder.gguf.name, local_files_only=True)
+    if reason := families.reason_to_refuse(config.to_dict()):
+        raise UnsupportedModelError(f"{folder.gguf}: {reason}")
+    return config
 
 
 def create_runner(

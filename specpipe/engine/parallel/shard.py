@@ -1,6 +1,6 @@
 """Loads one rank's part of a model: a transformers model whose split weights are narrower.
 
-Owns: reading only the own slices from safetensors, and making transformers' modules work with fewer heads and narrower
+Owns: taking only the own slices of a checkpoint, and making transformers' modules work with fewer heads and narrower
 MLPs. Must not know: processes, steps. Which weights are split is table.py's business.
 
 The embedding is replicated; the head is split by vocabulary and its columns are gathered on rank 0.
@@ -13,48 +13,40 @@ import re
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from specpipe.engine import attention
 from specpipe.engine.folder import ModelFolder
 from specpipe.engine.linear import combine_with
-from specpipe.engine.loader import quiet_transformers, resolve_dtype, translated_errors
+from specpipe.engine.loader import quiet_transformers, read_config, resolve_dtype, translated_errors
+from specpipe.engine.parallel.checkpoint import Checkpoint, open_checkpoint
 from specpipe.engine.parallel.collective import Collective
 from specpipe.engine.parallel.table import Heads, Rule, Side, ranges, rules_for, vocabulary_range
-from specpipe.engine.weights import read_weights
-from specpipe.errors import ConfigError, UnsupportedModelError
+from specpipe.errors import ConfigError
 
 _EXPERT = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _building = threading.Lock()  # transformers patches torch.nn.init for the whole process meanwhile
-_RENAMED = (  # what newer transformers call differently from older checkpoints
-    (re.compile(r"^lm_head\.weight$"), "embed_out.weight"),
-    (re.compile(r"\.mlp\.gate\.weight$"), ".block_sparse_moe.gate.weight"),
-)
 
 
 def load_shard(folder: ModelFolder, dtype: str, rank: int, size: int) -> PreTrainedModel:
     """The part of `rank`, on the CPU, with attention's heads and MLP widths cut. `join` makes its products whole.
 
     Raises ConfigError if heads or widths do not divide (with the numbers) or a weight is missing,
-    UnsupportedModelError for a family or format that cannot be split.
+    UnsupportedModelError for a family that cannot be split.
     """
-    if folder.gguf is not None:
-        raise UnsupportedModelError(f"{folder.gguf}: a .gguf file cannot be split among ranks; use one rank")
     with quiet_transformers(), translated_errors(folder):
-        config = AutoConfig.from_pretrained(folder.path, local_files_only=True)
+        config = read_config(folder)
         with _building, no_init_weights():  # weights stay untouched memory until each is replaced by its part
             model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype, config))
     rules = rules_for(type(model).__name__, getattr(config.get_text_config(), "base_model_tp_plan", None))
-    with ExitStack() as stack:
-        _Loader(model, rules, Checkpoint(folder.path, model.base_model_prefix, stack), rank, size).load()
+    with ExitStack() as stack, translated_errors(folder):
+        _Loader(model, rules, open_checkpoint(folder, model, stack), rank, size).load()
     _narrow_modules(model, size)
     return model.eval()
 
@@ -73,39 +65,6 @@ def join(model: PreTrainedModel, collective: Collective) -> None:
 def _gather(collective: Collective, logits: Tensor, num_rows: int) -> Tensor:
     """transformers' head gives [1, num_rows, columns], ours [num_rows, columns]."""
     return collective.gather_columns(logits.flatten(0, -2), num_rows).unflatten(0, logits.shape[:-1])
-
-
-class Checkpoint:
-    """Tensors of a folder by the names that the model gives them, read slice by slice."""
-
-    def __init__(self, folder: Path, prefix: str, stack: ExitStack) -> None:
-        self._folder = folder
-        self._prefix = prefix
-        self._files = {entry.name: entry.file for entry in read_weights(folder)}
-        self._open = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(self._files.values())}
-
-    def find(self, name: str) -> str | None:
-        """The stored name of a parameter, if it is stored."""
-        names = [name, name.removeprefix(f"{self._prefix}."), f"{self._prefix}.{name}"]
-        names += [pattern.sub(old, name) for pattern, old in _RENAMED]
-        return next((found for found in names if found in self._files), None)
-
-    def slice(self, name: str) -> Any:
-        """A safetensors slice: nothing is read until it is indexed. Raises ConfigError if it is not stored."""
-        stored = self.find(name)
-        if stored is None:
-            raise ConfigError(f"{self._folder}: the weights do not fill the model (missing: {name})")
-        return self._open[self._files[stored]].get_slice(stored)
-
-    def read(self, name: str, dim: int, sections: Sequence[tuple[int, int]]) -> Tensor:
-        """Those sections of dimension `dim`, side by side."""
-        source = self.slice(name)
-        index = [slice(None)] * len(source.get_shape())
-        parts = []
-        for start, end in sections:
-            index[dim] = slice(start, end)
-            parts.append(source[tuple(index)])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 class _Loader:
@@ -130,26 +89,28 @@ class _Loader:
         for name, old in list(self.model.named_parameters()):  # a tied one only once
             if name != f"{head_name}.weight":
                 _set(self.model, name, self._part_of(name, old.shape).to(old.dtype))
-        first, end = vocabulary_range(embedding.num_embeddings, self.rank, self.size)
-        weight = embedding.weight[first:end] if is_tied else self._read_head(f"{head_name}.weight", first, end)
+        own = vocabulary_range(embedding.num_embeddings, self.rank, self.size)
+        weight = embedding.weight[slice(*own)] if is_tied else self._read(f"{head_name}.weight", head.weight.shape, own)
         head.weight = nn.Parameter(weight.to(embedding.weight.dtype), requires_grad=False)
-
-    def _read_head(self, name: str, first: int, end: int) -> Tensor:
-        return self.checkpoint.read(name, 0, [(first, end)])
 
     def _part_of(self, name: str, shape: torch.Size) -> Tensor:
         """This rank's part of a parameter whose whole has `shape`."""
         rule = next((rule for rule in self.rules if rule.matches(name)), None)
         if rule is None:
-            return self._checked(name, self.checkpoint.read(name, 0, [(0, shape[0])]), shape)
+            return self._read(name, shape, (0, shape[0]))
         if len(shape) == 1 and rule.side is Side.IN:  # a bias is added once, by rank 0
-            whole = self.checkpoint.read(name, 0, [(0, shape[0])])
-            return whole if self.rank == 0 else torch.zeros_like(whole)
+            return self._read(name, shape, (0, shape[0])) if self.rank == 0 else torch.zeros(shape)
         dim = self._split_dim(name, rule, len(shape))
         sections = ranges(rule, shape[dim], self.heads, self.rank, self.size)
-        if (match := _EXPERT.match(name)) and self.checkpoint.find(name) is None:
+        if (match := _EXPERT.match(name)) and not self.checkpoint.has(name):
             return self._read_experts(match[1], match[2], shape[0], sections)
-        self._checked(name, self.checkpoint.slice(name), shape)
+        return self._read(name, shape, *sections, dim=dim)
+
+    def _read(self, name: str, shape: torch.Size, *sections: tuple[int, int], dim: int = 0) -> Tensor:
+        """Raises ConfigError if the whole is not stored with that `shape`."""
+        stored = self.checkpoint.shape(name)
+        if stored != tuple(shape):
+            raise ConfigError(f"weight {name} is stored as {stored}, the model's config makes it {tuple(shape)}")
         return self.checkpoint.read(name, dim, sections)
 
     def _split_dim(self, name: str, rule: Rule, num_dims: int) -> int:
@@ -172,12 +133,6 @@ class _Loader:
         own = sections[0]  # the same place in the gate's half and in the up's
         pairs = [(read(expert, "w1", 0, own), read(expert, "w3", 0, own)) for expert in range(num_experts)]
         return torch.stack([torch.cat(pair) for pair in pairs])
-
-    def _checked(self, name: str, found: Any, shape: torch.Size) -> Any:
-        stored = tuple(found.shape if isinstance(found, Tensor) else found.get_shape())
-        if stored != tuple(shape):
-            raise ConfigError(f"weight {name} is stored as {stored}, the model's config makes it {tuple(shape)}")
-        return found
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:

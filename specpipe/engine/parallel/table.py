@@ -127,14 +127,14 @@ def rules_for(architecture: str, tp_plan: Mapping[str, str] | None) -> tuple[Rul
     return found
 
 
-def check_ranks(architecture: str, config: Mapping[str, Any], size: int) -> None:
-    """Refuse more ranks than fit, by the model's config.json alone; a number that it lacks is checked at load.
+def check_ranks(architecture: str | None, config: Mapping[str, Any], size: int) -> None:
+    """Refuse more ranks than fit, by what the model's config.json names; what it does not is checked at load.
 
     Raises ConfigError naming the numbers and the sizes that fit, or UnsupportedModelError.
     """
     if size == 1:
         return
-    if architecture not in PROVEN:
+    if architecture is not None and architecture not in PROVEN:
         rules_for(architecture, None)
     counts = _counts(config)
     misfit = next((f"{count} {unit.value}" for unit, count in counts.items() if not _fits(count, unit, size)), None)
