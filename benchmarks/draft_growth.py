@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from draft_worker.growth import GrowthRules
 from draft_worker.scheduler import StepRules
-from draft_worker.session import GrowthRules
 from draft_worker.worker import DraftLoop
 from specpipe.calibration import Calibrator
 from specpipe.config import DraftWorkerConfig, EngineConfig

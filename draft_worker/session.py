@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from draft_worker.fans import Candidate, Fan, Fans
+from draft_worker.growth import ChainTime, DraftStep, GrowthRules
+from draft_worker.lookups import Lookups, is_lookup
 from specpipe.calibration import Calibrator
 from specpipe.errors import InvariantError
-from specpipe.ngram import NgramDrafter
 from specpipe.sampling.coupled import Chooser
 from specpipe.sampling.rejection import CONTEXT, Proposer
 from specpipe.tree import DraftTree, Node
@@ -34,47 +34,7 @@ DRAFTER = "model"
 SAMPLING_DRAFTER = (
     "model/sampled"  # under the rejection rule confidences mean something else: they are calibrated apart
 )
-LOOKUP = "lookup"
 DEFAULT_CHAIN_LENGTH = 4  # K in sync mode when the request names none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowthRules:
-    """How wide and how deep trees grow. The defaults are measured by benchmarks/draft_growth.py."""
-
-    max_nodes: int = 256  # nodes of one session's tree
-    max_depth: int = 48  # its depth
-    fan: int = 5  # candidates ranked below an expanded node
-    min_reach: float = 0.005  # a node of smaller reach is neither kept (unless first-ranked) nor expanded
-    min_share: float = 0.05  # a candidate waits while its reach is below this share of the best leaf's ...
-    num_free_nodes: int = 32  # ... and the tree has so many nodes
-    num_lookups: int = 16  # nodes looked up at once, below one leaf
-    min_chain: int = 8  # the first-ranked path grows this deep whatever its reach: a flat draft may be right
-    min_wanted_nodes: int = 64  # a session with fewer nodes always grows
-    wanted_nodes_per_budget: float = 16.0  # times the nodes that the target would verify next: then it has enough
-
-
-@dataclass(frozen=True, slots=True)
-class DraftStep:
-    """The step that made some nodes: what an extension says about it. `share_ms` is one session's, by rows."""
-
-    number: int = 0
-    step_ms: float = 0.0
-    share_ms: float = 0.0
-
-
-@dataclass(slots=True)
-class _ChainTime:
-    """Steps spent on the chain that sync mode is drafting."""
-
-    num_steps: int = 0
-    step_ms: float = 0.0
-    share_ms: float = 0.0
-
-    def add(self, step: DraftStep) -> None:
-        self.num_steps += 1
-        self.step_ms += step.step_ms
-        self.share_ms += step.share_ms
 
 
 class DraftSession:
@@ -113,13 +73,14 @@ class DraftSession:
         self._drafter = SAMPLING_DRAFTER if is_sampling and opened.sampling.temperature > 0 else DRAFTER
         self._is_off = opened.speculation.mode is Mode.OFF or not self._knows(opened.tokens)
         self._chain_length = _chain_length(opened)
-        self._chain_time = _ChainTime()
+        self._chain_time = ChainTime()
         # A drafted node is of use if the target may verify it: its row must not be the answer's last token or beyond.
         # A node just beyond the draft's own context can be proposed, though not expanded.
         self._max_position = min(opened.stops.max_length - 2, max_context)
         self._fans = Fans(calibrator.estimate, self._drafter)
         self._unsent: dict[Node, int] = {}  # new nodes and the step that ranked them
-        self._lookup = self._open_lookup(opened)
+        has_lookups = not (self.is_sync or is_sampling)
+        self._lookups = Lookups(opened.tokens, rules.num_lookups) if has_lookups else None
         self._unreported_ms = 0.0  # this session's share of steps that no extension has told of
         self._answered_base = -1  # base whose last extension (is_exhausted) was sent
         self.tree = self._create_tree()
@@ -218,11 +179,11 @@ class DraftSession:
         advance = self.tree.advance(tokens)
         self.tokens.extend(tokens)
         self.slots.extend(node.slot for node in advance.path if node.slot is not None)
-        self._chain_time = _ChainTime()
+        self._chain_time = ChainTime()
         self._is_off = self._is_off or not self._knows(tokens)
         self._keep_alive(advance.path)
-        if self._lookup is not None:
-            self._lookup.commit(tokens)
+        if self._lookups is not None:
+            self._lookups.commit(tokens)
         self._widen()
         self._look_up()
         return [node.slot for node in advance.dropped if node.slot is not None]
@@ -354,7 +315,7 @@ class DraftSession:
 
     def _look_up(self) -> None:
         """Put what followed earlier in the text below the likeliest leaf, or below a root that is yet to be ranked."""
-        if self._lookup is None or not self.can_draft:
+        if self._lookups is None or not self.can_draft:
             return
         node: Node | None = self.tree.root
         if not self.num_pending:
@@ -362,19 +323,7 @@ class DraftSession:
             node = max(leaves, key=lambda node: node.reach, default=None)
         if node is None or is_lookup(node) or node.children:
             return
-        path = [above.token for above in node.path()]
-        nodes: list[Node | None] = [node]
-        for parent, token, confidence in zip(*self._lookup.grow(self._rules.num_lookups, path), strict=True):
-            above = nodes[parent]
-            child = self.tree.add_child(above, token, confidence, drafter=LOOKUP) if above is not None else None
-            nodes.append(child)
-
-    def _open_lookup(self, opened: Open) -> NgramDrafter | None:
-        if self.is_sync or self._proposer is not None:
-            return None
-        lookup = NgramDrafter()
-        lookup.open(opened.tokens)
-        return lookup
+        self._lookups.put_below(node, self.tree)
 
     def _widen(self) -> None:
         """Add waiting candidates, best first, while they compare with the leaves that would be expanded next."""
@@ -431,11 +380,6 @@ class DraftSession:
             draft_step_ms=time.step_ms / max(time.num_steps, 1),
             draft_share_ms=time.share_ms,
         )
-
-
-def is_lookup(node: Node) -> bool:
-    """Whether nobody has ranked it yet."""
-    return node.drafter == LOOKUP
 
 
 def _chain_length(opened: Open) -> int | None:

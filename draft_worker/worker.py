@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from draft_worker.growth import DraftStep, GrowthRules
 from draft_worker.scheduler import SessionWork, StepRules, is_starved, layout_rows, newest_holder, plan_step
-from draft_worker.session import DraftSession, DraftStep, GrowthRules
+from draft_worker.session import DraftSession
 from specpipe.calibration import Calibrator
 from specpipe.config import DraftWorkerConfig
 from specpipe.engine.interface import StepBatch, StepModel

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
+from draft_worker.growth import GrowthRules
 from draft_worker.scheduler import StepRules
-from draft_worker.session import DraftSession, GrowthRules
+from draft_worker.session import DraftSession
 from draft_worker.worker import DraftLoop
 from specpipe.config import DraftWorkerConfig, EngineConfig
 from specpipe.sampling.coupled import Chooser

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 from draft_harness import Harness, commit_message, open_message, received_tree
 
+from draft_worker.lookups import is_lookup
 from draft_worker.scheduler import StepRules, plan_step
-from draft_worker.session import is_lookup
 from specpipe.step_costs import StepCosts
 from specpipe.testing import TableModel
 from specpipe.types import Mode
