@@ -1,7 +1,8 @@
-"""The coordinator at work: the only place with tasks and timeouts.
+"""The coordinator at work: carries out what the machines of its requests say.
 
-Owns: the links to workers, the requests that wait and that run, and the carrying out of what their state machines say.
-Must not know: protobuf, text, what a message means (`coordinator.state`), where sessions fit (`coordinator.pools`).
+Owns: the requests that wait and that run, which session is whose, the clock. Must not know: protobuf, text, what a
+message means (`coordinator.state`), where sessions fit (`coordinator.pools`), how workers are reached
+(`coordinator.links`).
 
 Everything here runs on one event loop and no method but the readers waits, so an event and all its instructions are
 one step that nothing interrupts.
@@ -16,9 +17,8 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from coordinator.answer_stream import AnswerStream
 from coordinator.detokenizer import AnswerText
@@ -38,47 +38,23 @@ from coordinator.events import (
     Tick,
     Unplaced,
 )
-from coordinator.pools import AVOID_MS, Backoff, Connection, Pool, check_draft, check_target
+from coordinator.links import Connect, WorkerLinks, connect_worker
+from coordinator.pools import AVOID_MS, Connection, Pool
 from coordinator.requests import Request
+from coordinator.settings import DriverSettings
 from coordinator.state import RequestMachine
 from specpipe.config import CoordinatorConfig
 from specpipe.errors import (
     CapacityError,
     DuplicateRequestError,
-    ModelMismatchError,
     RequestCancelledError,
     SpecpipeError,
     WorkerUnavailableError,
 )
 from specpipe.link import messages_of
 from specpipe.types import Batch, Close, Closed, Failed, ModelInfo, NeedTokens
-from specpipe.worker_client import WorkerLink
-from specpipe.worker_stream import new_incarnation
 
 logger = logging.getLogger(__name__)
-
-Connect = Callable[[str, Kind, int], AbstractAsyncContextManager[WorkerLink]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverSettings:
-    """Patience, in seconds."""
-
-    tick_s: float = 0.05  # how often machines hear that time has passed
-    max_draft_silence_s: float = 5.0  # a draft worker that says nothing this long is taken for lost
-    max_target_silence_s: float = 10.0  # the same for a target worker
-    max_step_s: float = 60.0  # a worker whose step runs this long is taken for lost
-    suspect_after_s: float = 3.0  # a worker that says nothing this long gets no new sessions
-    max_reader_stall_s: float = 60.0  # a client that takes nothing this long is cancelled
-    max_target_wait_s: float = 5.0  # a request that finds no target worker this long fails, within 10 s of a death
-    max_first_try_s: float = 15.0  # how long `wait_ready` waits for the first attempt to reach each worker
-
-    def patience_s(self, kind: Kind) -> float:
-        return self.max_target_silence_s if kind is Kind.TARGET else self.max_draft_silence_s
-
-
-def connect_worker(address: str, kind: Kind, incarnation: int) -> AbstractAsyncContextManager[WorkerLink]:
-    return WorkerLink.connect(address, kind.value, incarnation)
 
 
 class Coordinator:
@@ -93,22 +69,14 @@ class Coordinator:
     ) -> None:
         self.config = config
         self.settings = settings or DriverSettings()
-        self.pools = {kind: Pool(kind) for kind in Kind}
-        self.model: ModelInfo | None = None
-        """The target model, once a target worker was reached; all others must serve the same."""
         self.is_stopping = False
-        self._connect = connect
-        self._incarnation = new_incarnation()
-        self._numbers = itertools.count(1)
+        self._links = WorkerLinks(config, self.settings, connect, self)
         self._session_ids = itertools.count(secrets.randbits(62) + 1)
-        self._model_known = asyncio.Event()
-        self._first_tries: dict[tuple[Kind, str], asyncio.Future[SpecpipeError | None]] = {}
         self._streams: set[AnswerStream] = set()  # until their readers are gone
         self._live: dict[str, AnswerStream] = {}  # by request id, until they are answered
         self._queue: deque[AnswerStream] = deque()
         self._running: set[AnswerStream] = set()
         self._by_session: dict[int, AnswerStream] = {}  # sessions that some worker still holds
-        self._patience: dict[int, asyncio.Timeout] = {}  # by connection number: ends the reading of a silent link
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -117,13 +85,8 @@ class Coordinator:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While open, workers are dialled and requests move. On leaving, what still runs ends with an error."""
-        loop = asyncio.get_running_loop()
-        addresses = {Kind.TARGET: self.config.targets, Kind.DRAFT: self.config.drafts}
-        workers = [(kind, address) for kind, group in addresses.items() for address in dict.fromkeys(group)]
-        self._first_tries = {worker: loop.create_future() for worker in workers}
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._keep_connected(*worker), name=f"keep {worker[1]}") for worker in workers]
-            tasks.append(group.create_task(self._keep_ticking(), name="tick"))
+            tasks = [*self._links.start(group), group.create_task(self._keep_ticking(), name="tick")]
             try:
                 yield
             finally:
@@ -137,14 +100,11 @@ class Coordinator:
 
         Raises ModelMismatchError if one of the first tries found a worker that does not fit.
         """
-        await self._model_known.wait()
-        tries = self._first_tries.values()
-        await asyncio.wait(tries, timeout=self.settings.max_first_try_s)
-        for outcome in tries:
-            if outcome.done() and isinstance(error := outcome.result(), ModelMismatchError):
-                raise error
-        assert self.model is not None
-        return self.model
+        return await self._links.wait_ready()
+
+    @property
+    def pools(self) -> dict[Kind, Pool]:
+        return self._links.pools
 
     @property
     def is_ready(self) -> bool:
@@ -239,7 +199,7 @@ class Coordinator:
     def _carry_out(self, stream: AnswerStream, instruction: Instruction, now_ms: float) -> None:
         match instruction:
             case Send(worker=worker, message=message):
-                connection = self._connection(worker)
+                connection = self._links.get(worker)
                 if connection is not None:
                     connection.link.send(message)
                     if isinstance(message, Close):
@@ -262,9 +222,6 @@ class Coordinator:
         self._by_session[session] = stream
         self._handle(stream, Placed(kind, connection.number, session))
 
-    def _connection(self, number: int) -> Connection | None:
-        return self.pools[Kind.TARGET].get(number) or self.pools[Kind.DRAFT].get(number)
-
     # Time
 
     async def _keep_ticking(self) -> None:
@@ -273,26 +230,16 @@ class Coordinator:
         while True:
             await asyncio.sleep(self.settings.tick_s)
             now_ms = _now_ms()
-            passed_s = min((now_ms - before_ms) / 1000, 4 * self.settings.tick_s)
+            passed_s = min((now_ms - before_ms) / 1000, self.settings.max_pause_s)
             before_ms = now_ms
-            for connection in self._connections():
-                self._watch(connection, passed_s, now_ms)
+            for connection in self._links:
+                self._links.watch(connection, passed_s)
+                for session in connection.overdue(now_ms):
+                    self._forget(connection, session)
             for stream in tuple(self._streams):
                 self._handle(stream, Tick())
                 self._check_reader(stream, now_ms)
             self._admit()
-
-    def _connections(self) -> Iterator[Connection]:
-        for pool in self.pools.values():
-            yield from pool
-
-    def _watch(self, connection: Connection, passed_s: float, now_ms: float) -> None:
-        connection.silent_s += passed_s
-        connection.is_suspect = connection.silent_s > self.settings.suspect_after_s
-        if connection.silent_s > self.settings.patience_s(connection.kind):
-            self._patience[connection.number].reschedule(0.0)
-        for session in connection.overdue(now_ms):
-            self._forget(connection, session)
 
     def _check_reader(self, stream: AnswerStream, now_ms: float) -> None:
         if stream.stalled_ms(now_ms) > 1000 * self.settings.max_reader_stall_s:
@@ -300,80 +247,9 @@ class Coordinator:
             self._handle(stream, Ended(RequestCancelledError(message)))
             stream.give_up()
 
-    # Links
+    # What links tell
 
-    async def _keep_connected(self, kind: Kind, address: str) -> None:
-        """Dial for ever. What goes wrong is logged when it changes."""
-        backoff = Backoff()
-        last_error = ""
-        while True:
-            try:
-                async with self._connect(address, kind, self._incarnation) as link:
-                    await self._serve_link(kind, address, link, backoff)
-            except SpecpipeError as error:
-                self._note_first_try(kind, address, error)
-                if str(error) != last_error:
-                    last_error = str(error)
-                    logger.warning("%s worker %s: %s", kind.value, address, error)
-            await asyncio.sleep(backoff.next_s())
-
-    async def _serve_link(self, kind: Kind, address: str, link: WorkerLink, backoff: Backoff) -> None:
-        """Returns never: a link ends with an error. Then its sessions are lost."""
-        await self._check_fit(kind, address, link)
-        connection = Connection(next(self._numbers), kind, address, link)
-        self.pools[kind].add(connection)
-        self._note_first_try(kind, address, None)
-        backoff.reset()
-        logger.info("%s worker %s is connected", kind.value, address)
-        reason = "the coordinator stops"
-        try:
-            await self._read_link(connection, link)
-        except SpecpipeError as error:
-            reason = str(error)
-            raise
-        finally:
-            self._lose(connection, reason)
-
-    async def _check_fit(self, kind: Kind, address: str, link: WorkerLink) -> None:
-        model = link.hello.model
-        assert model is not None  # WorkerLink.connect has checked
-        if kind is Kind.TARGET and self.model is None:
-            self.model = model
-            self._model_known.set()
-        await self._model_known.wait()
-        assert self.model is not None
-        if kind is Kind.TARGET:
-            check_target(model, self.model, address)
-        else:
-            check_draft(model, self.model, address)
-
-    def _note_first_try(self, kind: Kind, address: str, error: SpecpipeError | None) -> None:
-        first_try = self._first_tries[kind, address]
-        if not first_try.done():
-            first_try.set_result(error)
-
-    async def _read_link(self, connection: Connection, link: WorkerLink) -> None:
-        num_holes = 0
-        try:
-            async with asyncio.timeout(None) as self._patience[connection.number]:
-                async for batch in link:
-                    connection.silent_s = 0.0
-                    self._check_step(link)
-                    if link.num_holes != num_holes:
-                        num_holes = link.num_holes
-                        self._ask_for_missing(connection)
-                    self._hear(connection, batch)
-        except TimeoutError:
-            raise WorkerUnavailableError(f"it has said nothing for {connection.silent_s:.1f} s") from None
-        finally:
-            del self._patience[connection.number]
-
-    def _check_step(self, link: WorkerLink) -> None:
-        running_s = link.heartbeat.step_running_ms / 1000
-        if running_s > self.settings.max_step_s:
-            raise WorkerUnavailableError(f"its step has run for {running_s:.0f} s")
-
-    def _hear(self, connection: Connection, batch: Batch) -> None:
+    def hear(self, connection: Connection, batch: Batch) -> None:
         for message in messages_of(batch):
             stream = self._by_session.get(message.session)
             if stream is None or message.session not in connection.sessions:
@@ -387,19 +263,18 @@ class Coordinator:
                 self._forget(connection, message.session)
                 self._admit()
 
-    def _ask_for_missing(self, connection: Connection) -> None:
+    def ask_for_missing(self, connection: Connection) -> None:
         """Batches were lost: commits may have been among them."""
         if connection.kind is Kind.TARGET:
             for session in connection.sessions - connection.closing_since_ms.keys():
                 have = len(self._by_session[session].machine.tokens)
                 connection.link.send(NeedTokens(session=session, have=have))
 
-    def _lose(self, connection: Connection, reason: str) -> None:
-        self.pools[connection.kind].remove(connection)
+    def lose(self, connection: Connection, reason: str) -> None:
         for session in tuple(connection.sessions):
             stream = self._by_session[session]
             self._forget(connection, session)
-            self._handle(stream, Lost(connection.kind, session, reason))
+            self._handle(stream, Lost(connection.kind, session, reason, stalled_ms=connection.stalled_ms))
 
     def _forget(self, connection: Connection, session: int) -> None:
         connection.forget(session)

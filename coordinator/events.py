@@ -20,6 +20,14 @@ class Kind(enum.Enum):
     TARGET = "target"
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One session on one worker."""
+
+    worker: int
+    session: int
+
+
 # Events
 
 
@@ -59,6 +67,7 @@ class Lost:
     kind: Kind
     session: int
     reason: str
+    stalled_ms: float = 0.0  # how long the worker had got nothing done by then
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Which workers there are, whether they fit, and which one takes the next session.
+"""Which workers there are, and which one takes the next session.
 
-Owns: the book of live connections of a kind, placement by load, back-off, the checks of a worker's hello.
-Must not know: asyncio, gRPC, requests. `coordinator.driver` dials; this module only decides.
+Owns: the book of live connections of a kind, placement by load, back-off. Must not know: asyncio, gRPC, requests.
+`coordinator.links` dials; this module only decides.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.events import Kind
-from specpipe.errors import ModelMismatchError
-from specpipe.types import Heartbeat, Hello, ModelInfo, SessionMessage
+from coordinator.fit import VocabularyLink
+from specpipe.types import Heartbeat, ModelInfo, SessionMessage
 
 MAX_BACKOFF_S = 4.0  # a dial costs little, a worker that is back and not used costs more
 AVOID_MS = 1_000.0  # a worker that refused a session for now is asked again after this
 CLOSING_MS = 30_000.0  # a session that was closed this long ago is forgotten, answered or not
 
 
-class Link(Protocol):
+class Link(VocabularyLink, Protocol):
     """What is needed of a `specpipe.worker_client.WorkerLink`."""
 
-    hello: Hello
     heartbeat: Heartbeat
 
     def send(self, message: SessionMessage) -> None: ...
@@ -65,6 +64,11 @@ class Connection:
     def has_room(self) -> bool:
         max_sessions = self.link.hello.max_sessions
         return not max_sessions or len(self.sessions) < max_sessions
+
+    @property
+    def stalled_ms(self) -> float:
+        """How long the worker has got nothing done, as far as is known: it is silent, or hangs in a step."""
+        return 1000 * self.silent_s + self.link.heartbeat.step_running_ms
 
     def close(self, session: int, now_ms: float) -> None:
         self.closing_since_ms[session] = now_ms
@@ -109,35 +113,3 @@ class Pool:
         """The worker with the fewest sessions of those with room; the longest connected of equals."""
         fit = [c for c in self if c.has_room and not c.is_suspect and c.avoided_until_ms <= now_ms]
         return min(fit, key=lambda connection: (len(connection.sessions), connection.number), default=None)
-
-
-def check_target(model: ModelInfo, reference: ModelInfo, address: str) -> None:
-    """Raise ModelMismatchError unless sessions may move between this target and those of `reference`."""
-    if model.fingerprint != reference.fingerprint:
-        raise ModelMismatchError(
-            f"target worker {address} serves another model or dtype: fingerprint {model.fingerprint} ({model.name}) "
-            f"where the service has {reference.fingerprint} ({reference.name})"
-        )
-    _check_tokenizer(model, reference, f"target worker {address}")
-
-
-def check_draft(model: ModelInfo, target: ModelInfo, address: str) -> None:
-    """Raise ModelMismatchError unless the draft's token ids stand for the target's tokens.
-
-    Output sizes, context and EOS ids may differ: ends are the target's business, and ids beyond its tokenizer are
-    never proposed.
-    """
-    _check_tokenizer(model, target, f"draft worker {address}")
-
-
-def _check_tokenizer(model: ModelInfo, target: ModelInfo, who: str) -> None:
-    if model.tokenizer_fingerprint == target.tokenizer_fingerprint:
-        return
-    if model.vocab_size != target.vocab_size:
-        what = f"it has {model.vocab_size} tokens where the target has {target.vocab_size}"
-    else:
-        what = f"some of its {model.vocab_size} ids stand for other tokens"
-    raise ModelMismatchError(
-        f"the tokenizer of {who} ({model.name}) does not fit that of the target ({target.name}): {what} "
-        f"(fingerprints {model.tokenizer_fingerprint} and {target.tokenizer_fingerprint})"
-    )

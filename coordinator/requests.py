@@ -48,3 +48,4 @@ class Request:
     received_ms: float = 0.0
     deadline_ms: float | None = None  # None: no deadline
     trace_context: str = ""
+    vocab_size: int = 0  # of the target; 0: unknown

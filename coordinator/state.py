@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coordinator.detokenizer import AnswerText
+from coordinator.draft_side import DraftSide
 from coordinator.events import (
     Admitted,
     Emit,
@@ -29,6 +30,7 @@ from coordinator.events import (
     Kind,
     Lost,
     Placed,
+    Placement,
     Received,
     Seek,
     Send,
@@ -38,6 +40,7 @@ from coordinator.events import (
 )
 from coordinator.phases import TRANSITIONS, Phase
 from coordinator.requests import Request
+from coordinator.target_wait import TargetWait
 from coordinator.transcript import Transcript
 from specpipe.answers import Started
 from specpipe.errors import (
@@ -55,7 +58,6 @@ from specpipe.types import (
     Extension,
     Failed,
     FinishReason,
-    Mode,
     NeedTokens,
     Open,
     Origin,
@@ -66,16 +68,6 @@ logger = logging.getLogger(__name__)
 
 MAX_STORY = 40  # entries kept for the report of an InvariantError
 MAX_TARGET_MOVES = 8  # target sessions lost before the request is given up
-DRAFT_RETRY_MS = 250.0  # first wait before asking for a draft worker again; doubles when a session there fails
-MAX_DRAFT_RETRY_MS = 30_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One session on one worker."""
-
-    worker: int
-    session: int
 
 
 class RequestMachine:
@@ -86,19 +78,17 @@ class RequestMachine:
         self.phase = Phase.QUEUED
         self.transcript = Transcript(request, answer)
         self.target: Placement | None = None
-        self.draft: Placement | None = None
-        self._max_target_wait_ms = max_target_wait_ms
+        self._draft = DraftSide(request.speculation)
+        self._wait = TargetWait(max_target_wait_ms)
         self._now_ms = request.received_ms
         self._out: list[Instruction] = []
         self._story: deque[str] = deque(maxlen=MAX_STORY)
         self._is_started = False
-        self._wants_draft = request.speculation.drafter == "model" and request.speculation.mode is not Mode.OFF
-        self._draft_retry_at_ms = 0.0
-        self._draft_retry_ms = DRAFT_RETRY_MS
-        self._no_draft_told_at: tuple[Placement | None, int] = (None, 0)
         self._num_target_moves = 0
-        self._waiting_since_ms: float | None = None  # for a target worker
-        self._waiting_reason = "no target worker is ready"
+
+    @property
+    def draft(self) -> Placement | None:
+        return self._draft.session
 
     @property
     def tokens(self) -> list[int]:
@@ -136,7 +126,7 @@ class RequestMachine:
             "no session before admission or after the end": not has_sessions
             or self.phase in (Phase.OPENING, Phase.STREAMING),
             "a streaming request has a target": self.phase is not Phase.STREAMING or self.target is not None,
-            "a draft session only where one is wanted": self.draft is None or self._wants_draft,
+            "a draft session only where one is wanted": self.draft is None or self._draft.is_wanted,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -156,7 +146,7 @@ class RequestMachine:
             case Unplaced(kind=Kind.DRAFT):
                 self._tell_no_draft()
             case Unplaced():
-                pass  # the next Tick asks again
+                self._check_wait()  # the next Tick asks again
             case Received(kind=Kind.TARGET, message=message):
                 if self.target is not None and message.session == self.target.session:
                     self._hear_target(message, self.target)
@@ -165,10 +155,11 @@ class RequestMachine:
                     self._hear_draft(message, self.draft)
             case Lost(kind=Kind.TARGET):
                 if self.target is not None and event.session == self.target.session:
-                    self._lose_target(event.reason)
+                    self._lose_target(event.reason, event.stalled_ms)
             case Lost():
                 if self.draft is not None and event.session == self.draft.session:
-                    self._lose_draft(retry_after_ms=0.0)
+                    self._draft.lose(self._now_ms)
+                    self._draft_has_ended()
             case Tick():
                 self._tick()
             case Ended(error=error):
@@ -183,24 +174,21 @@ class RequestMachine:
         elif self.phase is Phase.QUEUED:
             return
         elif self.target is None:
-            self._seek_target_again()
-        elif self.draft is None and self._wants_draft and self._now_ms >= self._draft_retry_at_ms:
+            self._seek_target()
+        elif self._draft.is_due(self._now_ms):
             self._seek_draft()
 
     # The target session
 
     def _seek_target(self) -> None:
-        if self._waiting_since_ms is None:
-            self._waiting_since_ms = self._now_ms
+        self._wait.begin(self._now_ms)
         self._out.append(Seek(Kind.TARGET))
 
-    def _seek_target_again(self) -> None:
-        waited_ms = self._now_ms - (self._now_ms if self._waiting_since_ms is None else self._waiting_since_ms)
-        if waited_ms < self._max_target_wait_ms:
-            self._seek_target()
-            return
-        message = f"no target worker took the request within {waited_ms / 1000:.1f} s: {self._waiting_reason}"
-        self._end(Phase.FAILED, WorkerUnavailableError(message))
+    def _check_wait(self) -> None:
+        try:
+            self._wait.check(self._now_ms)
+        except WorkerUnavailableError as error:
+            self._end(Phase.FAILED, error)
 
     def _place_target(self, placement: Placement) -> None:
         self._require(self.phase is Phase.OPENING and self.target is None, "a target session that was not asked for")
@@ -209,7 +197,7 @@ class RequestMachine:
         if not self._is_started:
             self._is_started = True
             self._emit_started()
-        if self._wants_draft and self.draft is None:
+        if self._draft.is_due(self._now_ms):
             self._seek_draft()
 
     def _open(self, placement: Placement) -> Open:
@@ -225,6 +213,7 @@ class RequestMachine:
             speculation=request.speculation,
             remaining_ms=None if request.deadline_ms is None else max(0.0, request.deadline_ms - self._now_ms),
             trace_context=request.trace_context,
+            vocab_size=request.vocab_size,
         )
 
     def _hear_target(self, message: SessionMessage, target: Placement) -> None:
@@ -242,22 +231,23 @@ class RequestMachine:
         if not failed.is_retryable:
             self._end(Phase.FAILED, ERROR_BY_CODE[failed.code](failed.message))
         elif failed.code is ErrorCode.RESOURCE_EXHAUSTED and self.phase is Phase.OPENING:
-            self.target, self._waiting_reason = None, failed.message  # full: ask again, within the same wait
+            self.target, self._wait.reason = None, failed.message  # full: ask again, within the same wait
+            self._check_wait()
         else:
             self._lose_target(failed.message)
 
-    def _lose_target(self, reason: str) -> None:
+    def _lose_target(self, reason: str, stalled_ms: float = 0.0) -> None:
+        """It is gone, and has done nothing for this request for so long already."""
         self.target = None
         self._num_target_moves += 1
         self.transcript.target_moved()
-        self._waiting_reason = reason
         if self._num_target_moves > MAX_TARGET_MOVES:
             message = f"target sessions were lost {self._num_target_moves} times, the last because {reason}"
             self._end(Phase.FAILED, WorkerUnavailableError(message))
             return
         if self.phase is Phase.STREAMING:
             self._go(Phase.OPENING)
-        self._waiting_since_ms = self._now_ms
+        self._wait.begin_again(self._now_ms - stalled_ms, reason)
 
     # Commits
 
@@ -271,7 +261,7 @@ class RequestMachine:
             return
         if self.phase is Phase.OPENING:
             self._go(Phase.STREAMING)
-        self._waiting_since_ms = None
+        self._wait.end()
         delivered, chunk = self.transcript.add(new, self._now_ms)
         self._out.append(Emit(chunk))
         if delivered.finish_reason is not None:
@@ -295,12 +285,12 @@ class RequestMachine:
     # The draft session
 
     def _seek_draft(self) -> None:
-        self._draft_retry_at_ms = self._now_ms + self._draft_retry_ms
+        self._draft.seek(self._now_ms)
         self._out.append(Seek(Kind.DRAFT))
 
     def _place_draft(self, placement: Placement) -> None:
-        self._require(self.draft is None and self._wants_draft, "a draft session that was not asked for")
-        self.draft = placement
+        self._require(self.draft is None and self._draft.is_wanted, "a draft session that was not asked for")
+        self._draft.session = placement
         self._out.append(Send(placement.worker, self._open(placement)))
 
     def _hear_draft(self, message: SessionMessage, draft: Placement) -> None:
@@ -312,42 +302,31 @@ class RequestMachine:
             case NeedTokens(have=have):
                 self._answer_need(draft, have)
             case Failed():
-                self._draft_failed(message)
+                self._draft.fail(self._now_ms, is_retryable=message.is_retryable)
+                self._draft_has_ended()
             case Closed():
-                self._lose_draft(retry_after_ms=MAX_DRAFT_RETRY_MS)
+                self._draft.give_up(self._now_ms)
+                self._draft_has_ended()
 
     def _relay(self, extension: Extension) -> None:
         """To the target as it is, for it decides alone; without a target it is lost, which is allowed."""
-        self.transcript.statistics.add_extension(extension)
-        if self.target is None:
-            return
-        if extension.session != self.target.session:
-            extension = replace(extension, session=self.target.session)
-        self._send_target(extension)
-
-    def _draft_failed(self, failed: Failed) -> None:
-        if failed.is_retryable:
-            self._draft_retry_ms = min(2 * self._draft_retry_ms, MAX_DRAFT_RETRY_MS)
-        else:
-            self._wants_draft = False
-        self._lose_draft(retry_after_ms=self._draft_retry_ms)
+        draft_step = self.transcript.statistics.add_extension(extension)
+        if self.target is not None:
+            self._send_target(replace(extension, session=self.target.session, draft_step=draft_step))
 
     def _refuse_draft(self, draft: Placement, reason: str) -> None:
         self._out.append(Send(draft.worker, Close(session=draft.session, reason=reason)))
-        self._lose_draft(retry_after_ms=MAX_DRAFT_RETRY_MS)
+        self._draft.give_up(self._now_ms)
+        self._draft_has_ended()
 
-    def _lose_draft(self, *, retry_after_ms: float) -> None:
-        self.draft = None
+    def _draft_has_ended(self) -> None:
         self.transcript.statistics.draft_moved()
-        self._draft_retry_at_ms = self._now_ms + retry_after_ms
         self._tell_no_draft()
 
     def _tell_no_draft(self) -> None:
-        """Nothing is coming below these tokens: the target need not wait for it. Said once for each base."""
-        is_known = self._no_draft_told_at == (self.target, len(self.tokens))
-        if self.target is None or is_known or self.request.speculation.drafter != "model":
+        """Nothing is coming below these tokens: the target need not wait for it."""
+        if self.target is None or not self._draft.must_tell(self.target, len(self.tokens)):
             return
-        self._no_draft_told_at = (self.target, len(self.tokens))
         nothing = Extension(
             session=self.target.session, base=len(self.tokens), parents=(), tokens=(), confidences=(), is_exhausted=True
         )
@@ -369,7 +348,7 @@ class RequestMachine:
         for placement in (self.target, self.draft):
             if placement is not None:
                 self._out.append(Send(placement.worker, Close(session=placement.session, reason=reason)))
-        self.target = self.draft = None
+        self.target = self._draft.session = None
 
     def _end(self, phase: Phase, error: SpecpipeError) -> None:
         """Whatever was emitted stays; the error is the last word."""

@@ -20,7 +20,11 @@ class _DraftStep:
 
 
 class RequestStatistics:
-    """Fed with every commit as far as it was delivered, and every extension that passed."""
+    """Fed with every commit as far as it was delivered, and every extension that passed.
+
+    Each draft worker numbers its steps for itself, and anew when it starts again. A node may be verified when its
+    worker is long gone. So steps get numbers of the request on their way to the target, which tells them in commits.
+    """
 
     def __init__(self, speculation: SpeculationParams) -> None:
         self._speculation = speculation
@@ -28,8 +32,8 @@ class RequestStatistics:
         self.num_cached: int | None = None  # prompt tokens that the first target session found computed; None: untold
         self._num_tokens = 0  # committed in rounds
         self._num_accepted = 0
-        self._steps: dict[int, _DraftStep] = {}  # of the draft session open now, by number
-        self._past_steps: list[_DraftStep] = []  # of earlier ones, whose numbers may come again
+        self._steps: list[_DraftStep] = []  # the request's number of a step is 1 + its index
+        self._numbers: dict[int, int] = {}  # of the steps of the draft session open now: from the worker's number
 
     def add_commit(self, commit: Commit) -> None:
         """`commit` holds only what was delivered: see `cut_commit`."""
@@ -39,23 +43,24 @@ class RequestStatistics:
         self._num_tokens += len(commit.tokens)
         self._num_accepted += commit.origins.count(Origin.ACCEPTED)
         for number in commit.verified_draft_steps:
-            step = self._steps.get(number)
-            if step is not None:
-                step.is_verified = True
+            if 1 <= number <= len(self._steps):
+                self._steps[number - 1].is_verified = True
 
-    def add_extension(self, extension: Extension) -> None:
-        """A draft step counts once, however many extensions tell of it."""
-        if extension.draft_step:
-            step = _DraftStep(extension.draft_step_ms, extension.draft_share_ms)
-            self._steps.setdefault(extension.draft_step, step)
+    def add_extension(self, extension: Extension) -> int:
+        """A draft step counts once, however many extensions tell of it. Returns its number in this request, or 0."""
+        if not extension.draft_step:
+            return 0
+        if extension.draft_step not in self._numbers:
+            self._steps.append(_DraftStep(extension.draft_step_ms, extension.draft_share_ms))
+            self._numbers[extension.draft_step] = len(self._steps)
+        return self._numbers[extension.draft_step]
 
     def draft_moved(self) -> None:
-        """The draft session ended; another one counts its steps from anew."""
-        self._past_steps += self._steps.values()
-        self._steps.clear()
+        """The draft session ended; another one numbers its steps anew."""
+        self._numbers.clear()
 
     def report(self) -> SpeculationStats:
-        sums, steps = self._sums, [*self._past_steps, *self._steps.values()]
+        sums, steps = self._sums, self._steps
         has_drafts = self._speculation.mode is not Mode.OFF and self._speculation.drafter != "none"
         draft_ms = sum(step.share_ms for step in steps)
         return SpeculationStats(

@@ -82,6 +82,7 @@ def create_request(
         stop_strings=tuple(dict.fromkeys(question.stop)),
         received_ms=received_ms,
         deadline_ms=deadline_ms,
+        vocab_size=facts.model.vocab_size,
     )
 
 

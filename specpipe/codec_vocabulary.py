@@ -18,8 +18,8 @@ def vocabulary_to_pb(vocabulary: Vocabulary, num_ids: int) -> worker_pb2.Vocabul
 
 
 def vocabulary_from_pb(vocabulary_pb: worker_pb2.Vocabulary) -> Vocabulary:
-    """Raises InvalidRequestError unless there is one token for each id, and at least one."""
+    """Raises InvalidRequestError unless there is one token for each id."""
     ids, tokens = vocabulary_pb.ids, vocabulary_pb.tokens
-    if not ids or len(ids) != len(tokens):
+    if len(ids) != len(tokens):
         raise InvalidRequestError(f"a vocabulary of {len(ids)} ids and {len(tokens)} tokens")
     return Vocabulary(dict(zip(ids, tokens, strict=True)))

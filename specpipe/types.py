@@ -132,7 +132,8 @@ class Extension:
     confidences: tuple[float, ...]
     is_exhausted: bool = False  # no more will come below this base
     drafter: str = "model"
-    draft_step: int = 0  # number of the draft step that made the new nodes (its worker counts from 1)
+    draft_step: int = 0  # the draft step that made the new nodes: its worker's number, from 1, and beyond the
+    # coordinator the request's, since several draft workers may serve one request; 0: untold
     draft_step_ms: float = 0.0  # forward time of that step
     draft_share_ms: float = 0.0  # this session's share of it, by rows
     proposals: tuple[Proposal, ...] = ()  # rule rejection: at most one a parent
@@ -175,7 +176,7 @@ class Commit:
     origins: tuple[Origin, ...]  # one per token
     next_budget: int = 0  # nodes the target would verify next; the draft worker's aim
     finish_reason: FinishReason | None = None
-    verified_draft_steps: tuple[int, ...] = ()  # draft steps of which a node was verified in these rounds
+    verified_draft_steps: tuple[int, ...] = ()  # draft steps, as extensions told, of which a node was verified
     stats: RoundStats = field(default_factory=RoundStats)
 
     def merged_with(self, later: Commit) -> Commit:

@@ -12,19 +12,21 @@ from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer  # noqa: F401 - slow to import: not while workers wait for heartbeats
+from waiting import wait_until
 
 import specpipe.demo
-from coordinator.driver import Coordinator, DriverSettings
+from coordinator.driver import Coordinator
 from coordinator.service import SERVICE_NAME, App
+from coordinator.settings import DriverSettings
 from draft_worker.worker import DraftLoop
-from specpipe.client import GenerateClient
+from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
 from specpipe.engine.interface import StepBatch
-from specpipe.engine.vocabulary import read_vocabulary
+from specpipe.engine.vocabulary import Vocabulary, read_vocabulary
 from specpipe.model_thread import ModelThread
 from specpipe.server import create_server
 from specpipe.testing import TableModel
-from specpipe.types import Hello
+from specpipe.types import Hello, Mode
 from specpipe.worker_service import WorkerService
 from specpipe.worker_stream import PROTOCOL_VERSION, WIRES, Timing, new_incarnation
 from target_worker.worker import TargetLoop
@@ -32,14 +34,15 @@ from target_worker.worker import TargetLoop
 DEMO = Path(specpipe.demo.__file__).parent / "models" / "target"
 VOCAB_SIZE = 4096
 EOS = 0
-FINGERPRINT = read_vocabulary(DEMO).fingerprint
+VOCABULARY = read_vocabulary(DEMO)
+FINGERPRINT = VOCABULARY.fingerprint
 
 FAST = DriverSettings(
     tick_s=0.01,
     max_draft_silence_s=1.0,
     max_target_silence_s=2.0,
     suspect_after_s=0.6,
-    max_target_wait_s=1.5,
+    max_target_wait_s=2.5,
 )
 
 
@@ -85,6 +88,7 @@ class Worker:
     port: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
     is_frozen: bool = False  # says nothing any more, not even heartbeats
+    vocabulary: Vocabulary | None = None  # None: it cannot tell
 
     async def start(self) -> None:
         self.gate.set()
@@ -100,7 +104,8 @@ class Worker:
             max_sessions=self.max_sessions,
         )
         timing = Timing(interval_s=0.1, sleep=self._sleep)
-        self.service = WorkerService(self.kind, hello, self.thread, timing=timing)
+        read_vocabulary = None if self.vocabulary is None else (lambda: self.vocabulary)
+        self.service = WorkerService(self.kind, hello, self.thread, timing=timing, read_vocabulary=read_vocabulary)
         self.service.add_to(self.server)
         self.thread.start()
         await self.thread.wait_ready()
@@ -114,9 +119,10 @@ class Worker:
         await self.server.stop(0.0)
 
     def freeze(self) -> None:
-        """As SIGSTOP would."""
+        """As SIGSTOP would, as far as that goes in one process: who dials it anew is turned away."""
         self.gate.clear()
         self.is_frozen = True
+        self.service.hello = None
 
     @property
     def address(self) -> str:
@@ -199,3 +205,30 @@ async def cluster(
             await app.wait_ready()
         client = await stack.enter_async_context(GenerateClient(app.server.address))
         yield Cluster(app, targets, drafts, client)
+
+
+LONG = {"max_tokens": 60, "ignore_eos": True, "seed": 3}
+
+
+def ask(**options: Any) -> GenerateRequest:
+    return GenerateRequest(prompt=(7, 8, 9), **{**LONG, **options})
+
+
+async def plain(service: Cluster) -> list[int]:
+    return (await service.client.answer(ask(mode=Mode.OFF), timeout_s=60)).token_ids
+
+
+class Reading:
+    """Reads an answer in the background."""
+
+    def __init__(self, service: Cluster, request: GenerateRequest) -> None:
+        self.answer = Answer()
+        self.task = asyncio.ensure_future(self._read(service, request))
+
+    async def _read(self, service: Cluster, request: GenerateRequest) -> Answer:
+        async for event in service.client.generate(request, timeout_s=60):
+            self.answer.add(event)
+        return self.answer
+
+    async def has(self, num_tokens: int) -> None:
+        await wait_until(lambda: len(self.answer.token_ids) >= num_tokens or self.task.done())

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from coordinator_cluster import DEMO, Worker, draft_model, target_model
 from waiting import wait_until
 
-from specpipe.answers import ChatMessage
+from specpipe.answers import AnswerEvent, ChatMessage
 from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import WorkerUnavailableError
 from specpipe.types import Mode
@@ -92,6 +93,11 @@ def free_port() -> int:
         return int(trial.getsockname()[1])
 
 
+async def read_all(events: AsyncIterator[AnswerEvent], answer: Answer) -> None:
+    async for event in events:
+        answer.add(event)
+
+
 def workers(**draft: Any) -> tuple[Worker, Worker]:
     return Worker("target", target_model()), Worker("draft", draft_model(**draft))
 
@@ -153,6 +159,25 @@ async def test_an_answer_longer_than_the_grace_ends_with_an_error_and_exit_code_
         target.gate.set()
 
 
+async def test_a_client_hears_of_a_frozen_target_worker_within_ten_seconds() -> None:
+    """As patient as it is in use: the worker's kernel goes on, and nobody else can take the answer over."""
+    target, draft = workers()
+    async with coordinator(target, draft) as running:
+        await wait_until(lambda: running.is_ready, timeout_s=60)
+        async with GenerateClient(running.address) as client:
+            answer = Answer()
+            events = client.generate(GenerateRequest(prompt=(5, 6), max_tokens=400, ignore_eos=True))
+            while not answer.token_ids:
+                answer.add(await anext(events))
+            target.freeze()
+            frozen_at = time.monotonic()
+            with pytest.raises(WorkerUnavailableError, match="no target worker took the request"):
+                await read_all(events, answer)
+            assert time.monotonic() - frozen_at < 10
+            assert answer.finished is None
+            await wait_until(lambda: "not serving" in running.log)
+
+
 async def test_a_port_in_use_is_named_and_exits_2() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -167,7 +192,7 @@ async def test_a_port_in_use_is_named_and_exits_2() -> None:
 async def test_a_draft_with_another_tokenizer_ends_the_start_in_one_sentence() -> None:
     async with coordinator(*workers(tokenizer_fingerprint="other")) as running:
         assert await running.end() == 1
-        assert "stand for other tokens" in running.log
+        assert "their tokenizers differ" in running.log
         assert "Traceback" not in running.log
 
 

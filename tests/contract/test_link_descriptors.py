@@ -1,13 +1,12 @@
 """However a link ends, its connection is closed at once, and not when Python next collects cycles of references."""
 
 import asyncio
-import gc
 import os
 import socket
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
-import grpc.aio
 import pytest
+from collected import nothing_is_collected, num_calls
 from fake_step_loop import HELLO, FakeWorker, Ticks, an_open, until
 
 from specpipe.errors import SpecpipeError
@@ -24,20 +23,6 @@ def num_sockets():
         with suppress(OSError):
             count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket")
     return count
-
-
-def num_calls():
-    return sum(isinstance(thing, grpc.aio.StreamStreamCall) for thing in gc.get_objects())
-
-
-@contextmanager
-def nothing_is_collected():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 async def read(link):

@@ -1,15 +1,12 @@
-"""Placement by load, back-off, and which workers fit together."""
+"""Placement by load, back-off, and what a silent worker has not done."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from coordinator.events import Kind
-from coordinator.pools import CLOSING_MS, Backoff, Connection, Pool, check_draft, check_target
-from specpipe.errors import ModelMismatchError
+from coordinator.pools import CLOSING_MS, Backoff, Connection, Pool
 from specpipe.types import Heartbeat, Hello, ModelInfo, SessionMessage
 
 MODEL = ModelInfo(
@@ -81,23 +78,10 @@ def test_sessions_whose_closed_never_comes_are_overdue() -> None:
     assert made.overdue(1e9) == []
 
 
-def test_targets_must_be_interchangeable() -> None:
-    check_target(MODEL, MODEL, "a")
-    with pytest.raises(ModelMismatchError, match="worker a serves another model or dtype: fingerprint g"):
-        check_target(replace(MODEL, fingerprint="g"), MODEL, "a")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokenizer_fingerprint": "u"}, "some of its 100 ids stand for other tokens"),
-        ({"tokenizer_fingerprint": "u", "vocab_size": 120}, "it has 120 tokens where the target has 100"),
-    ],
-)
-def test_a_draft_with_other_tokens_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelMismatchError, match=message):
-        check_draft(replace(MODEL, **changes), MODEL, "a")
-
-
-def test_a_draft_may_be_another_model_with_another_context_and_other_ends() -> None:
-    check_draft(replace(MODEL, fingerprint="g", max_context=9, eos_token_ids=(5,)), MODEL, "a")
+def test_a_worker_that_hangs_in_a_step_has_stalled_although_it_speaks() -> None:
+    made = connection(1)
+    assert made.stalled_ms == 0
+    made.silent_s = 2.5
+    assert made.stalled_ms == 2500
+    made.link.heartbeat = Heartbeat(step=7, step_running_ms=4000.0)
+    assert made.stalled_ms == 6500

@@ -28,6 +28,7 @@ from coordinator.events import (
 )
 from coordinator.phases import Phase
 from coordinator.requests import Request
+from coordinator.settings import DriverSettings
 from coordinator.state import MAX_TARGET_MOVES, RequestMachine
 from specpipe.answers import AnswerEvent, Chunk, Finished, Started
 from specpipe.errors import (
@@ -56,6 +57,7 @@ from specpipe.types import (
     SpeculationParams,
     StopRules,
 )
+from specpipe.worker_stream import Timing
 
 PROMPT = (7, 8, 9)
 EOS = 99
@@ -158,11 +160,11 @@ class World:
     def hear(self, kind: Kind, message: Any) -> None:
         self.do(Received(kind, message))
 
-    def lose(self, kind: Kind) -> None:
+    def lose(self, kind: Kind, stalled_ms: float = 0.0) -> None:
         session = self.session(kind)
         if session is not None:
             del self.sessions[session]
-            self.do(Lost(kind, session, "it died"))
+            self.do(Lost(kind, session, "it died", stalled_ms))
 
     def tick(self, ms: float = 300.0) -> None:
         self.now_ms += ms
@@ -223,6 +225,36 @@ def test_commits_go_to_the_draft_and_extensions_to_the_target() -> None:
     assert world.sent[-1] == replace(extension, session=target)
     world.hear(Kind.TARGET, a_commit(3, [10], session=target))
     assert world.sent[-1] == replace(a_commit(3, [10], session=target), session=draft)
+
+
+def test_steps_of_two_draft_workers_are_told_apart_on_the_way_to_the_target() -> None:
+    world = started()
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    numbers = []
+    for share_ms in (2.0, 3.0):
+        draft = world.session(Kind.DRAFT)
+        assert draft is not None
+        for _ in range(2):  # the second tells of the same step
+            extension = Extension(
+                session=draft,
+                base=3,
+                parents=(0,),
+                tokens=(10,),
+                confidences=(0.5,),
+                draft_step=5,
+                draft_step_ms=9.0,
+                draft_share_ms=share_ms,
+            )
+            world.hear(Kind.DRAFT, extension)
+            numbers.append(world.all(Extension)[-1].draft_step)
+        world.lose(Kind.DRAFT)
+        world.tick()
+    assert numbers == [1, 1, 2, 2]
+    last = a_commit(3, [10], session=target, finish=FinishReason.LENGTH)
+    world.hear(Kind.TARGET, replace(last, verified_draft_steps=(1,)))
+    speculation = world.finished.speculation
+    assert (speculation.draft_ms, speculation.wasted_draft_ms) == (5.0, 3.0), "its worker was gone by then"
 
 
 def test_the_stop_token_is_counted_but_has_no_text() -> None:
@@ -312,6 +344,39 @@ def test_without_a_target_in_time_the_request_fails_as_unavailable() -> None:
     assert isinstance(world.error, WorkerUnavailableError)
     assert world.client == []
     assert world.machine.phase is Phase.FAILED
+
+
+def test_the_time_in_which_a_lost_target_did_nothing_counts_as_waiting() -> None:
+    world = started(max_target_wait_ms=8500.0)
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.hear(Kind.TARGET, a_commit(3, [10], session=target))
+    world.has[Kind.TARGET] = False
+    world.lose(Kind.TARGET, stalled_ms=5000.0)
+    world.tick(3400)
+    assert world.error is None
+    world.tick(100)
+    assert isinstance(world.error, WorkerUnavailableError)
+    assert "within 8.5 s: it died" in str(world.error)
+
+
+def test_another_target_takes_over_however_long_the_lost_one_did_nothing() -> None:
+    world = started(max_target_wait_ms=1000.0)
+    world.lose(Kind.TARGET, stalled_ms=60_000.0)
+    world.tick()
+    assert world.error is None
+    again = world.session(Kind.TARGET)
+    assert again is not None
+    world.hear(Kind.TARGET, a_commit(3, [10], session=again, finish=FinishReason.LENGTH))
+    assert world.tokens == [10]
+
+
+def test_a_client_hears_of_a_frozen_target_within_ten_seconds() -> None:
+    settings = DriverSettings()
+    last_heartbeat_s = Timing().interval_s
+    assert settings.suspect_after_s > 2 * last_heartbeat_s, "one heartbeat may be late"
+    assert settings.suspect_after_s < settings.max_target_silence_s < settings.max_target_wait_s
+    assert settings.max_target_wait_s + 10 * settings.tick_s < 9.5
 
 
 def test_targets_that_keep_dying_are_given_up() -> None:

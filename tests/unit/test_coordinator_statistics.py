@@ -82,14 +82,75 @@ def test_rates_are_null_without_drafts(speculation: SpeculationParams) -> None:
     assert (report.acceptance_rate, report.hit_rate, report.mean_acceptance_length) == (None, None, 1.0)
 
 
-def test_another_draft_worker_counts_its_steps_from_anew() -> None:
+@pytest.mark.parametrize(("verified", "wasted_ms"), [(0, 3.0), (1, 2.0)])
+def test_another_draft_worker_numbers_its_steps_anew_and_nodes_of_the_first_may_still_be_verified(
+    verified: int, wasted_ms: float
+) -> None:
     statistics = RequestStatistics(SpeculationParams(drafter="model"))
-    statistics.add_extension(extension(1))
+    numbers = [statistics.add_extension(extension(1))]
     statistics.draft_moved()
-    statistics.add_extension(extension(1, share_ms=3.0))
-    statistics.add_commit(commit("AB", steps=(1,), num_rounds=1))
+    numbers.append(statistics.add_extension(extension(1, share_ms=3.0)))
+    assert numbers[0] != numbers[1]
+    statistics.add_commit(commit("AB", steps=(numbers[verified],), num_rounds=1))
     report = statistics.report()
-    assert (report.draft_ms, report.wasted_draft_ms) == (5.0, 2.0)
+    assert (report.draft_ms, report.wasted_draft_ms) == (5.0, wasted_ms)
+
+
+def test_a_step_that_nobody_told_of_is_none() -> None:
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    assert statistics.add_extension(extension(0)) == 0
+    statistics.add_commit(commit("AB", steps=(0, 7), num_rounds=1))
+    assert statistics.report().draft_ms == 0
+
+
+class Draft:
+    """A draft worker as a request sees it: its steps are numbered on, or anew when it starts again."""
+
+    def __init__(self, first_step: int) -> None:
+        self.step = first_step
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("extend"), st.floats(0.1, 9.0), st.booleans()),  # its share; whether it has new nodes
+        st.tuples(st.just("verify"), st.lists(st.integers(0, 30), max_size=4), st.floats(0.0, 4.0)),  # which; exposed
+        st.tuples(st.just("move"), st.integers(1, 40), st.none()),  # to a worker that has come so far
+    ),
+    max_size=60,
+)
+
+
+@given(EVENTS)
+def test_draft_time_is_hidden_or_exposed_and_what_was_verified_is_never_wasted(events: list[Any]) -> None:
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    draft = Draft(1)
+    told: list[int] = []  # by the relay, for each step
+    shares: list[float] = []
+    verified: set[int] = set()
+    exposed_ms = 0.0
+    for kind, value, more in events:
+        if kind == "move":
+            statistics.draft_moved()
+            draft = Draft(value)
+        elif kind == "extend":
+            draft.step += 1
+            told.append(statistics.add_extension(extension(draft.step, share_ms=value)))
+            shares.append(value)
+            if more:  # the step is told of twice
+                assert statistics.add_extension(extension(draft.step, share_ms=0.0)) == told[-1]
+        elif told:
+            chosen = {index % len(told) for index in value}
+            verified |= chosen
+            exposed_ms += more
+            steps = tuple(told[index] for index in chosen)
+            statistics.add_commit(commit("P", steps=steps, num_rounds=1, exposed_ms=more))
+    report = statistics.report()
+    assert report.draft_ms == pytest.approx(sum(shares))
+    assert report.hidden_draft_ms + report.exposed_draft_ms == pytest.approx(max(report.draft_ms, exposed_ms))
+    assert report.exposed_draft_ms == pytest.approx(exposed_ms)
+    wasted = [share for index, share in enumerate(shares) if index not in verified]
+    assert report.wasted_draft_ms == pytest.approx(sum(wasted))
+    assert report.wasted_draft_ms <= report.draft_ms + 1e-9
 
 
 @pytest.mark.parametrize(

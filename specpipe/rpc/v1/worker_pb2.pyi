@@ -198,6 +198,7 @@ class Extension(_message.Message):
     is_exhausted: _builtins.bool
     drafter: _builtins.str
     draft_step: _builtins.int
+    """The worker's number of the step that made the new nodes; the coordinator passes the request's own on."""
     draft_step_ms: _builtins.float
     draft_share_ms: _builtins.float
     @_builtins.property

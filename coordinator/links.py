@@ -1,0 +1,171 @@
+"""The links to workers: dialled for ever, checked, watched.
+
+Owns: the tasks that dial and read, the pools of live connections, when a worker is taken for lost. Must not know:
+requests, what a message means, which workers fit (`coordinator.fit`). What is read goes to the owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from coordinator.events import Kind
+from coordinator.fit import Fit
+from coordinator.pools import Backoff, Connection, Link, Pool
+from coordinator.settings import DriverSettings
+from specpipe.config import CoordinatorConfig
+from specpipe.errors import ModelMismatchError, SpecpipeError, WorkerUnavailableError
+from specpipe.types import Batch, ModelInfo
+from specpipe.worker_client import WorkerLink
+from specpipe.worker_stream import new_incarnation
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[[str, Kind, int], AbstractAsyncContextManager[WorkerLink]]
+
+
+class LinkOwner(Protocol):
+    """Hears of each connection, in order, between its first batch and its loss."""
+
+    def hear(self, connection: Connection, batch: Batch) -> None: ...
+
+    def ask_for_missing(self, connection: Connection) -> None:
+        """Batches were lost on the way here."""
+        ...
+
+    def lose(self, connection: Connection, reason: str) -> None:
+        """It is in no pool any more, and its sessions are over."""
+        ...
+
+
+def connect_worker(address: str, kind: Kind, incarnation: int) -> AbstractAsyncContextManager[WorkerLink]:
+    return WorkerLink.connect(address, kind.value, incarnation)
+
+
+class WorkerLinks:
+    """All links of a coordinator, one for each worker of its configuration."""
+
+    def __init__(self, config: CoordinatorConfig, settings: DriverSettings, connect: Connect, owner: LinkOwner) -> None:
+        self.pools = {kind: Pool(kind) for kind in Kind}
+        self.fit = Fit(self._target_link)
+        self._addresses = {Kind.TARGET: config.targets, Kind.DRAFT: config.drafts}
+        self._settings = settings
+        self._connect = connect
+        self._owner = owner
+        self._incarnation = new_incarnation()
+        self._numbers = itertools.count(1)
+        self._first_tries: dict[tuple[Kind, str], asyncio.Future[str]] = {}  # why the worker does not fit; "": it does
+        self._patience: dict[int, asyncio.Timeout] = {}  # by connection number: ends the reading of a silent link
+
+    def __iter__(self) -> Iterator[Connection]:
+        for pool in self.pools.values():
+            yield from pool
+
+    def get(self, number: int) -> Connection | None:
+        return self.pools[Kind.TARGET].get(number) or self.pools[Kind.DRAFT].get(number)
+
+    def start(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Begin to dial every worker. The tasks run until they are cancelled."""
+        loop = asyncio.get_running_loop()
+        workers = [(kind, address) for kind, group in self._addresses.items() for address in dict.fromkeys(group)]
+        self._first_tries = {worker: loop.create_future() for worker in workers}
+        return [group.create_task(self._keep_connected(*worker), name=f"keep {worker[1]}") for worker in workers]
+
+    async def wait_ready(self) -> ModelInfo:
+        """Returns when a target worker is there and every worker has been tried once.
+
+        Raises ModelMismatchError if one of the first tries found a worker that does not fit.
+        """
+        model = await self.fit.target()
+        tries = self._first_tries.values()
+        await asyncio.wait(tries, timeout=self._settings.max_first_try_s)
+        for outcome in tries:
+            if outcome.done() and outcome.result():
+                raise ModelMismatchError(outcome.result())
+        return model
+
+    def watch(self, connection: Connection, passed_s: float) -> None:
+        """Time has passed in which the coordinator itself was at work: count the silence."""
+        connection.silent_s += passed_s
+        connection.is_suspect = connection.silent_s > self._settings.suspect_after_s
+        if connection.silent_s > self._settings.max_silence_s(connection.kind):
+            self._patience[connection.number].reschedule(0.0)
+
+    def _target_link(self) -> Link | None:
+        return next((connection.link for connection in self.pools[Kind.TARGET] if not connection.is_suspect), None)
+
+    async def _keep_connected(self, kind: Kind, address: str) -> None:
+        """Dial for ever. What goes wrong is logged when it changes."""
+        backoff = Backoff()
+        last_error = ""
+        while True:
+            try:
+                async with self._connect(address, kind, self._incarnation) as link:
+                    await self._serve_link(kind, address, link, backoff)
+            except SpecpipeError as error:
+                self._note_first_try(kind, address, str(error) if isinstance(error, ModelMismatchError) else "")
+                if str(error) != last_error:
+                    last_error = str(error)
+                    logger.warning("%s worker %s: %s", kind.value, address, error)
+            await asyncio.sleep(backoff.next_s())
+
+    async def _serve_link(self, kind: Kind, address: str, link: WorkerLink, backoff: Backoff) -> None:
+        """Returns never: a link ends with an error. Then its sessions are lost."""
+        first = await self._first_batch(kind, link)
+        await self.fit.check(kind, address, link)  # a target is in its pool as soon as drafts hear of it
+        connection = Connection(next(self._numbers), kind, address, link)
+        self.pools[kind].add(connection)
+        self._note_first_try(kind, address, "")
+        backoff.reset()
+        logger.info("%s worker %s is connected", kind.value, address)
+        reason = "the coordinator stops"
+        try:
+            self._owner.hear(connection, first)
+            await self._read_link(connection, link)
+        except SpecpipeError as error:
+            reason = str(error)
+            raise
+        finally:
+            self.pools[kind].remove(connection)
+            self._owner.lose(connection, reason)
+
+    async def _first_batch(self, kind: Kind, link: WorkerLink) -> Batch:
+        """With it comes the first heartbeat: a worker that hangs in a step is found out before it gets sessions."""
+        try:
+            async with asyncio.timeout(self._settings.max_silence_s(kind)):
+                batch = await anext(link)
+        except TimeoutError:
+            raise WorkerUnavailableError("it said hello and nothing else") from None
+        self._check_step(link)
+        return batch
+
+    def _note_first_try(self, kind: Kind, address: str, misfit: str) -> None:
+        """NOTE: the error itself would keep alive whatever it passed, the link and its descriptor among it."""
+        first_try = self._first_tries[kind, address]
+        if not first_try.done():
+            first_try.set_result(misfit)
+
+    async def _read_link(self, connection: Connection, link: WorkerLink) -> None:
+        num_holes = 0
+        try:
+            async with asyncio.timeout(None) as self._patience[connection.number]:
+                async for batch in link:
+                    connection.silent_s = 0.0
+                    self._check_step(link)
+                    if link.num_holes != num_holes:
+                        num_holes = link.num_holes
+                        self._owner.ask_for_missing(connection)
+                    self._owner.hear(connection, batch)
+        except TimeoutError:
+            raise WorkerUnavailableError(f"it has said nothing for {connection.silent_s:.1f} s") from None
+        finally:
+            del self._patience[connection.number]
+
+    def _check_step(self, link: WorkerLink) -> None:
+        running_s = link.heartbeat.step_running_ms / 1000
+        if running_s > self._settings.max_step_s:
+            raise WorkerUnavailableError(f"its step has run for {running_s:.0f} s")
