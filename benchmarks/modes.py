@@ -90,7 +90,7 @@ def summary(answers: Sequence[Answer], plain: Sequence[Answer]) -> str:
         f"{plain_ms / tpot_ms:5.2f}x the first",
         f"{median(s.mean_acceptance_length for s in stats):5.2f} tokens a round",
         f"acceptance {median(s.acceptance_rate for s in stats):4.2f}",
-        f"hits {median(s.hit_rate for s in stats):4.2f}",
+        f"hits {median(s.hit_rate for s in stats):4.2f} ({median(s.lookup_rate for s in stats):4.2f} lookups)",
         f"exposed {100 * sum(s.exposed_draft_ms for s in stats) / decode_ms:4.1f} %",
         f"step {median(s.target_step_ms for s in stats):5.1f} ms",
         f"draft step {median(s.draft_step_ms for s in stats):5.1f} ms",

@@ -73,6 +73,7 @@ class RequestStatistics:
             mean_acceptance_length=_ratio(self._num_tokens, sums.num_rounds),
             acceptance_rate=_ratio(sums.num_first_ranked, sums.num_judged) if has_drafts else None,
             hit_rate=_ratio(sums.num_hits, sums.num_hits + sums.num_misses) if has_drafts else None,
+            lookup_rate=_ratio(sums.num_lookup_hits, sums.num_hits + sums.num_misses) if has_drafts else None,
             draft_ms=draft_ms,
             exposed_draft_ms=sums.exposed_ms,
             hidden_draft_ms=max(0.0, draft_ms - sums.exposed_ms),

@@ -75,6 +75,7 @@ class SpeculationStats:
     mean_acceptance_length: float | None
     acceptance_rate: float | None
     hit_rate: float | None
+    lookup_rate: float | None
     draft_ms: float
     exposed_draft_ms: float
     hidden_draft_ms: float

@@ -152,6 +152,7 @@ class RoundStats:
     num_first_ranked: int = 0  # of those, the ones whose first-ranked child was the target's choice
     num_hits: int = 0  # rounds that began with a drafted node to verify (a request's first round is not counted)
     num_misses: int = 0
+    num_lookup_hits: int = 0  # hits without a node of the session's own drafter
     num_late: int = 0  # extensions grafted below tokens committed since
     num_stale: int = 0  # extensions dropped
     exposed_ms: float = 0.0  # waited for an extension with nothing else to run

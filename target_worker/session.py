@@ -267,7 +267,8 @@ class Session:
         self.last_guesses = (len(guessed), sum(_is_first(node, choice) for node, choice in guessed))
         judged = [(node, choice) for node, choice in guessed if self._is_judged(node)]
         is_counted = self.round > 1 and self.max_depth > 0
-        is_hit = any(map(self._is_own, self.tree.root.children.values()))
+        is_hit = bool(self.tree.root.children)
+        is_own = any(map(self._is_own, self.tree.root.children.values()))
         self.stats += RoundStats(
             num_rounds=1,
             num_verified=len(rows),
@@ -276,6 +277,7 @@ class Session:
             num_first_ranked=sum(_is_first(node, choice) for node, choice in judged),
             num_hits=int(is_counted and is_hit),
             num_misses=int(is_counted and not is_hit),
+            num_lookup_hits=int(is_counted and is_hit and not is_own),
             num_cached=min(self.num_shared, self.opened.num_prompt_tokens) if self.round == 1 else 0,
             step_ms=step_ms,
             num_steps=1,

@@ -172,6 +172,7 @@ def _draft_parts(stats: SpeculationStats, num_tokens: int) -> list[str]:
     if stats.acceptance_rate is not None:
         parts.append(f"acceptance rate {stats.acceptance_rate:.2f} (of first guesses)")
     if stats.hit_rate is not None:
-        parts.append(f"hit rate {stats.hit_rate:.2f}")
+        looked_up = f" ({stats.lookup_rate:.2f} looked up)" if stats.lookup_rate else ""
+        parts.append(f"hit rate {stats.hit_rate:.2f}{looked_up}")
     parts.append(f"drafting {stats.draft_ms:.0f} ms, exposed {stats.exposed_draft_ms:.0f} ms")
     return parts

@@ -35,6 +35,7 @@ STATS = SpeculationStats(
     mean_acceptance_length=1.0,
     acceptance_rate=None,
     hit_rate=None,
+    lookup_rate=None,
     draft_ms=0.0,
     exposed_draft_ms=0.0,
     hidden_draft_ms=0.0,

@@ -34,6 +34,7 @@ STATS = SpeculationStats(
     mean_acceptance_length=1.5,
     acceptance_rate=0.5,
     hit_rate=None,
+    lookup_rate=None,
     draft_ms=4.0,
     exposed_draft_ms=1.0,
     hidden_draft_ms=3.0,
@@ -102,6 +103,14 @@ async def stream(*items: AnswerEvent | Exception) -> AsyncIterator[AnswerEvent]:
         (["coordinator"], "--target HOST:PORT"),
         (["coordinator", "--target", "host"], "--target needs HOST:PORT"),
         (["target-worker", "--model", "/no/such/folder"], "no such model folder"),
+        (["target-worker", "--core", "9999"], "core 9999 is not one of this process's cores"),
+        (["target-worker", "--rank-core", "9999", "--tensor-parallel-size", "2"], "core 9999 is not one of"),
+        (["target-worker", "--max-nodes", "0"], "max_nodes must be at least 1"),
+        (["target-worker", "--max-shared-slowdown", "nan"], "max_shared_slowdown must be a number of at least 1"),
+        (["draft-worker", "--max-depth", "0"], "max_depth must be at least 1"),
+        (["coordinator", "--target", "a:1", "--max-queue", "-1"], "max_queue must be at least 0"),
+        (["coordinator", "--target", "a:1", "--tokenizer", "/no/such"], "--tokenizer /no/such: no such folder"),
+        (["coordinator", "--target", "a:1", "--tokenizer", "/"], "--tokenizer /: it has no tokenizer.json"),
         (["frobnicate"], "No such command"),
     ],
 )
@@ -196,6 +205,15 @@ def test_nobody_at_the_address_fails_each_prompt(capsys: pytest.CaptureFixture[s
     assert first["error"]["message"] == f"{NOBODY}: nothing listens there: it is not started, or the address is wrong"
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["serve"], ["target-worker"], ["draft-worker"]])
+def test_a_gpu_that_is_not_there_is_told_without_loading_torch(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specpipe.cli.models.GPU_FILES", ("/no/such/device",))
+    assert run([*command, "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: --device cuda: this machine has no GPU driver; use --device cpu\n"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"specpipe {version('specpipe')}\n"
@@ -241,7 +259,7 @@ async def test_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]
     assert shown["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
     assert shown["timing"] == {"ttft_ms": 10.0, "tpot_ms": 5.0, "total_ms": 20.0}
     assert shown["speculation"]["hit_rate"] is None
-    assert len(shown["speculation"]) == 16
+    assert len(shown["speculation"]) == 17
 
 
 async def test_an_answer_cut_off_is_an_error_and_never_a_whole_one(capsys: pytest.CaptureFixture[str]) -> None:

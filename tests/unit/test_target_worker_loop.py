@@ -399,7 +399,8 @@ def test_on_a_miss_the_text_itself_is_looked_up() -> None:
     sim.run()
     assert answer.new_tokens == plain_run(table, opened)[0]
     assert answer.stats.num_accepted > 30
-    assert answer.stats.num_hits == answer.stats.num_judged == 0  # no merit of the draft model
+    assert answer.stats.num_hits == answer.stats.num_lookup_hits > 0
+    assert answer.stats.num_judged == 0  # no merit of the draft model
     assert answer.stats.num_misses > 0
     assert answer.stats.exposed_ms == 0.0
 

@@ -434,6 +434,7 @@ class SpeculationStats(_message.Message):
     TARGET_STEP_MS_FIELD_NUMBER: _builtins.int
     DRAFT_STEP_MS_FIELD_NUMBER: _builtins.int
     STEP_GAP_MS_FIELD_NUMBER: _builtins.int
+    LOOKUP_RATE_FIELD_NUMBER: _builtins.int
     mode: _common_pb2.Mode.ValueType
     rule: _common_pb2.Rule.ValueType
     rounds: _builtins.int
@@ -450,6 +451,7 @@ class SpeculationStats(_message.Message):
     target_step_ms: _builtins.float
     draft_step_ms: _builtins.float
     step_gap_ms: _builtins.float
+    lookup_rate: _builtins.float
     def __init__(
         self,
         *,
@@ -469,10 +471,11 @@ class SpeculationStats(_message.Message):
         target_step_ms: _builtins.float | None = ...,
         draft_step_ms: _builtins.float | None = ...,
         step_gap_ms: _builtins.float | None = ...,
+        lookup_rate: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_draft_step_ms", b"_draft_step_ms", "_hit_rate", b"_hit_rate", "_mean_acceptance_length", b"_mean_acceptance_length", "_step_gap_ms", b"_step_gap_ms", "_target_step_ms", b"_target_step_ms", "acceptance_rate", b"acceptance_rate", "draft_step_ms", b"draft_step_ms", "hit_rate", b"hit_rate", "mean_acceptance_length", b"mean_acceptance_length", "step_gap_ms", b"step_gap_ms", "target_step_ms", b"target_step_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_draft_step_ms", b"_draft_step_ms", "_hit_rate", b"_hit_rate", "_lookup_rate", b"_lookup_rate", "_mean_acceptance_length", b"_mean_acceptance_length", "_step_gap_ms", b"_step_gap_ms", "_target_step_ms", b"_target_step_ms", "acceptance_rate", b"acceptance_rate", "draft_step_ms", b"draft_step_ms", "hit_rate", b"hit_rate", "lookup_rate", b"lookup_rate", "mean_acceptance_length", b"mean_acceptance_length", "step_gap_ms", b"step_gap_ms", "target_step_ms", b"target_step_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_draft_step_ms", b"_draft_step_ms", "_hit_rate", b"_hit_rate", "_mean_acceptance_length", b"_mean_acceptance_length", "_step_gap_ms", b"_step_gap_ms", "_target_step_ms", b"_target_step_ms", "acceptance_rate", b"acceptance_rate", "accepted_tokens", b"accepted_tokens", "draft_ms", b"draft_ms", "draft_step_ms", b"draft_step_ms", "drafted_tokens", b"drafted_tokens", "exposed_draft_ms", b"exposed_draft_ms", "hidden_draft_ms", b"hidden_draft_ms", "hit_rate", b"hit_rate", "mean_acceptance_length", b"mean_acceptance_length", "mode", b"mode", "rounds", b"rounds", "rule", b"rule", "step_gap_ms", b"step_gap_ms", "target_step_ms", b"target_step_ms", "verified_tokens", b"verified_tokens", "wasted_draft_ms", b"wasted_draft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_draft_step_ms", b"_draft_step_ms", "_hit_rate", b"_hit_rate", "_lookup_rate", b"_lookup_rate", "_mean_acceptance_length", b"_mean_acceptance_length", "_step_gap_ms", b"_step_gap_ms", "_target_step_ms", b"_target_step_ms", "acceptance_rate", b"acceptance_rate", "accepted_tokens", b"accepted_tokens", "draft_ms", b"draft_ms", "draft_step_ms", b"draft_step_ms", "drafted_tokens", b"drafted_tokens", "exposed_draft_ms", b"exposed_draft_ms", "hidden_draft_ms", b"hidden_draft_ms", "hit_rate", b"hit_rate", "lookup_rate", b"lookup_rate", "mean_acceptance_length", b"mean_acceptance_length", "mode", b"mode", "rounds", b"rounds", "rule", b"rule", "step_gap_ms", b"step_gap_ms", "target_step_ms", b"target_step_ms", "verified_tokens", b"verified_tokens", "wasted_draft_ms", b"wasted_draft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015
@@ -480,6 +483,8 @@ class SpeculationStats(_message.Message):
     _WhichOneofArgType__draft_step_ms: _TypeAlias = _typing.Literal["_draft_step_ms", b"_draft_step_ms"]  # noqa: Y015
     _WhichOneofReturnType__hit_rate: _TypeAlias = _typing.Literal["hit_rate"]  # noqa: Y015
     _WhichOneofArgType__hit_rate: _TypeAlias = _typing.Literal["_hit_rate", b"_hit_rate"]  # noqa: Y015
+    _WhichOneofReturnType__lookup_rate: _TypeAlias = _typing.Literal["lookup_rate"]  # noqa: Y015
+    _WhichOneofArgType__lookup_rate: _TypeAlias = _typing.Literal["_lookup_rate", b"_lookup_rate"]  # noqa: Y015
     _WhichOneofReturnType__mean_acceptance_length: _TypeAlias = _typing.Literal["mean_acceptance_length"]  # noqa: Y015
     _WhichOneofArgType__mean_acceptance_length: _TypeAlias = _typing.Literal["_mean_acceptance_length", b"_mean_acceptance_length"]  # noqa: Y015
     _WhichOneofReturnType__step_gap_ms: _TypeAlias = _typing.Literal["step_gap_ms"]  # noqa: Y015
@@ -492,6 +497,8 @@ class SpeculationStats(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_step_ms) -> _WhichOneofReturnType__draft_step_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__hit_rate) -> _WhichOneofReturnType__hit_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lookup_rate) -> _WhichOneofReturnType__lookup_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_acceptance_length) -> _WhichOneofReturnType__mean_acceptance_length | None: ...
     @_typing.overload

@@ -292,6 +292,7 @@ class RoundStats(_message.Message):
     GAP_MS_FIELD_NUMBER: _builtins.int
     NUM_GAPS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_FIELD_NUMBER: _builtins.int
+    NUM_LOOKUP_HITS_FIELD_NUMBER: _builtins.int
     num_rounds: _builtins.int
     num_drafted: _builtins.int
     num_verified: _builtins.int
@@ -308,6 +309,7 @@ class RoundStats(_message.Message):
     gap_ms: _builtins.float
     num_gaps: _builtins.int
     num_cached: _builtins.int
+    num_lookup_hits: _builtins.int
     def __init__(
         self,
         *,
@@ -327,10 +329,11 @@ class RoundStats(_message.Message):
         gap_ms: _builtins.float = ...,
         num_gaps: _builtins.int = ...,
         num_cached: _builtins.int = ...,
+        num_lookup_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_ms", b"exposed_ms", "gap_ms", b"gap_ms", "num_accepted", b"num_accepted", "num_cached", b"num_cached", "num_drafted", b"num_drafted", "num_first_ranked", b"num_first_ranked", "num_gaps", b"num_gaps", "num_hits", b"num_hits", "num_judged", b"num_judged", "num_late", b"num_late", "num_misses", b"num_misses", "num_rounds", b"num_rounds", "num_stale", b"num_stale", "num_steps", b"num_steps", "num_verified", b"num_verified", "step_ms", b"step_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_ms", b"exposed_ms", "gap_ms", b"gap_ms", "num_accepted", b"num_accepted", "num_cached", b"num_cached", "num_drafted", b"num_drafted", "num_first_ranked", b"num_first_ranked", "num_gaps", b"num_gaps", "num_hits", b"num_hits", "num_judged", b"num_judged", "num_late", b"num_late", "num_lookup_hits", b"num_lookup_hits", "num_misses", b"num_misses", "num_rounds", b"num_rounds", "num_stale", b"num_stale", "num_steps", b"num_steps", "num_verified", b"num_verified", "step_ms", b"step_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
