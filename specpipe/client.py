@@ -54,7 +54,9 @@ class GenerateRequest:
         """
         for name, is_right, wanted in self._rules():
             if not is_right:
-                raise InvalidRequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+                value = getattr(self, name)
+                shown = list(value) if isinstance(value, tuple) else value
+                raise InvalidRequestError(f"{name} must be {wanted}, got {shown!r}")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         temperature, top_p, top_k, min_p = self.temperature, self.top_p, self.top_k, self.min_p

@@ -16,7 +16,7 @@ import typer
 from specpipe.answers import AnswerEvent
 from specpipe.cli.failure import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
 from specpipe.cli.flags import SamplingFlags, ServiceFlags, SpeculationFlags, option, takes_flags
-from specpipe.cli.models import resolve_models
+from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.output import JsonOutput, Output, PlainOutput
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.prompts import requests_of_file, requests_of_texts
@@ -112,7 +112,7 @@ def service_config(
     """The service that these requests need: without draft workers if none of them drafts. Raises ConfigError."""
     is_drafting = any(request.mode is not Mode.OFF for request in requests)
     target, draft = resolve_models(flags, is_drafting=is_drafting)
-    return ServiceConfig(
+    config = ServiceConfig(
         target=target,
         draft=draft,
         tensor_parallel_size=given(flags.tensor_parallel_size, 1),
@@ -126,6 +126,8 @@ def service_config(
         is_pinned=not flags.no_pin,
         log_level=log_level,
     )
+    check_device(config.device)
+    return config
 
 
 def given(value: int | None, default: int) -> int:

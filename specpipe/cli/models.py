@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
+from typing import Final
 
 from specpipe import demo
 from specpipe.cli.failure import EXIT_OK
@@ -12,6 +15,8 @@ from specpipe.engine.parallel.table import check_ranks
 from specpipe.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
 from specpipe.errors import ConfigError
 from specpipe.launcher.plan import NGRAM, NONE
+
+GPU_FILES: Final = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # NVIDIA's driver, Jetson's, AMD's, WSL's
 
 
 def demo_models() -> int:
@@ -43,6 +48,21 @@ def named(flag: str, model: str | None, default: str) -> str:
     if model is not None and not model.strip():
         raise ConfigError(f"{flag} must name a model, got {model!r}")
     return default if model is None else model
+
+
+def check_device(device: str) -> None:
+    """Raises ConfigError if no GPU is to be seen: torch, which knows for sure, takes seconds to load."""
+    if device != "cpu" and not any(map(os.path.exists, GPU_FILES)):
+        raise ConfigError(f"--device {device}: this machine has no GPU driver; use --device cpu")
+
+
+def check_tokenizer_folder(name: str) -> None:
+    """Raises ConfigError for a folder that is not there or holds no tokenizer; a hub name is looked up later."""
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) and not path.exists():
+        raise ConfigError(f"--tokenizer {name}: no such folder")
+    if name and path.is_dir() and not (path / "tokenizer.json").is_file() and not list(path.glob("*.gguf")):
+        raise ConfigError(f"--tokenizer {name}: it has no tokenizer.json")
 
 
 def check_ranks_fit(target: str, size: int) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say_error
 from specpipe.cli.flags import ServiceFlags, SpeculationFlags, option, takes_flags
 from specpipe.cli.generate import given
-from specpipe.cli.models import resolve_models
+from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.launcher import LocalService, ServiceConfig
@@ -56,7 +56,7 @@ def service_config(own: ServeFlags, service: ServiceFlags, speculation: Speculat
     """Raises ConfigError for whatever can be seen to be wrong without loading a model."""
     mode = speculation.mode or Mode.PIPELINED
     target, draft = resolve_models(service, is_drafting=mode is not Mode.OFF)
-    return ServiceConfig(
+    config = ServiceConfig(
         target=target,
         draft=draft,
         tensor_parallel_size=given(service.tensor_parallel_size, 1),
@@ -78,6 +78,8 @@ def service_config(own: ServeFlags, service: ServiceFlags, speculation: Speculat
         is_pinned=not service.no_pin,
         log_level=own.log_level,
     )
+    check_device(config.device)
+    return config
 
 
 async def serve_until_signalled(config: ServiceConfig, signals: Signals, *, is_json: bool) -> int:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, NoReturn
 
 from specpipe import demo
 from specpipe.cli.failure import exit_code_of, say_error
 from specpipe.cli.flags import EngineFlags, ServerFlags, SpeculationFlags, option, takes_flags
-from specpipe.cli.models import check_ranks_fit, named
+from specpipe.cli.models import check_device, check_ranks_fit, check_tokenizer_folder, named
 from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
 from specpipe.engine.folder import check_folder
 from specpipe.errors import ConfigError, SpecpipeError
-from specpipe.process import run_process
+from specpipe.process import cores_before_pinning, run_process
 from specpipe.telemetry import configure_logging
 from specpipe.types import Mode, Rule
 
@@ -73,6 +73,7 @@ def coordinator(*, own: CoordinatorFlags, speculation: SpeculationFlags, server:
     configure_logging(server.log_level)
     if not own.target:
         raise ConfigError("name at least one target worker with --target HOST:PORT")
+    check_tokenizer_folder(own.tokenizer)
     config = CoordinatorConfig(
         server=server_config(server),
         targets=tuple(checked_address("--target", address) for address in own.target),
@@ -120,6 +121,7 @@ def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags)
     configure_logging(server.log_level)
     engine_configured = engine_config(named("--model", own.model, str(demo.target_folder())), engine)
     check_ranks_fit(engine_configured.model, own.tensor_parallel_size)
+    check_cores(own.rank_core)
     config = TargetWorkerConfig(
         server=server_config(server),
         engine=engine_configured,
@@ -182,8 +184,18 @@ def engine_config(model: str, flags: EngineFlags) -> EngineConfig:
         num_threads=flags.num_threads,
         core=flags.core,
     )
+    check_cores([] if flags.core is None else [flags.core])
+    check_device(flags.device)
     check_folder(model)
     return config
+
+
+def check_cores(cores: Sequence[int]) -> None:
+    """Raises ConfigError for a core that this process may not use."""
+    allowed = cores_before_pinning()
+    for core in cores:
+        if core not in allowed:
+            raise ConfigError(f"core {core} is not one of this process's cores: {sorted(allowed)}")
 
 
 def checked_address(flag: str, address: str) -> str:

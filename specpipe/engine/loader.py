@@ -108,8 +108,10 @@ def create_runner(
     model = PreparedModel(loaded)
     if model.name not in families.PROVEN:
         self_check.check_model(model, max_context)
-    free_bytes = _free_bytes(model.device) // (group.size if group and config.device == "cpu" else 1)
+    num_sharing = group.size if group and config.device == "cpu" else 1  # ranks with one memory
+    free_bytes = _free_bytes(model.device) // num_sharing
     num_slots = config.num_slots or default_num_slots(config, max_context, model.bytes_per_slot, free_bytes)
+    _check_room(num_slots, model.bytes_per_slot, _total_bytes(model.device) // num_sharing)
     if group is not None:
         num_slots = group.minimum(num_slots)
     if num_slots <= max_context:
@@ -137,6 +139,15 @@ def default_num_slots(config: EngineConfig, max_context: int, bytes_per_slot: in
     return min(wanted, affordable)
 
 
+def _check_room(num_slots: int, bytes_per_slot: int, total_bytes: int) -> None:
+    """Raises ConfigError for more slots than the whole memory holds (pages that no slot has touched cost none)."""
+    if num_slots * bytes_per_slot > total_bytes:
+        raise ConfigError(
+            f"num_slots {num_slots} does not fit: {bytes_per_slot} bytes a slot, {total_bytes >> 20} MiB of memory; "
+            f"at most {total_bytes // bytes_per_slot} slots"
+        )
+
+
 def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
     """`auto` is the dtype in the model's config; float32 if it names none, or float16, which float32 holds exactly."""
     if name != "auto":
@@ -151,6 +162,12 @@ def _device(config: EngineConfig) -> torch.device:
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"device {config.device!r} was asked for, but torch sees no CUDA device")
     return torch.device(config.device)
+
+
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_bytes(device: torch.device) -> int:

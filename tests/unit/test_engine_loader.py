@@ -167,6 +167,12 @@ def test_default_slots_are_bounded_by_sessions_and_memory() -> None:
         default_num_slots(many, 1000, 1024, 1024)
 
 
+def test_more_slots_than_memory_holds_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "m", "llama")
+    with pytest.raises(ConfigError, match=r"num_slots 1000000000000 does not fit: .* at most"):
+        load(folder, num_slots=10**12)
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folder = save_model(tmp_path / "m", "llama")
