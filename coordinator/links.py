@@ -110,7 +110,7 @@ class WorkerLinks:
                 self._note_first_try(kind, address, str(error) if isinstance(error, ModelMismatchError) else "")
                 if str(error) != last_error:
                     last_error = str(error)
-                    logger.warning("%s worker %s: %s", kind.value, address, error)
+                    logger.warning("%s worker %s: %s; it is dialled again", kind.value, address, error)
             await asyncio.sleep(backoff.next_s())
 
     async def _serve_link(self, kind: Kind, address: str, link: WorkerLink, backoff: Backoff) -> None:
