@@ -50,6 +50,10 @@ class RunningService:
     def address_of(self, role: str) -> str:
         return next(p["address"] for p in self.processes if p["role"] == role)
 
+    def workers(self, role: str) -> list[tuple[int, str]]:
+        """Process ids, as the ready line says, and addresses of all processes with this role."""
+        return [(p["pid"], p["address"]) for p in self.processes if p["role"] == role]
+
     def terminate(self, timeout_s: float = 30.0) -> int:
         """SIGTERM. Returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
@@ -75,6 +79,19 @@ def running_service(log: Path, *flags: str) -> Iterator[RunningService]:
         try:
             ready = json.loads(_read_ready_line(process, log))
             yield RunningService(process=process, address=ready["grpc"], processes=ready["processes"], log=log)
+        finally:
+            end_process_tree(process)
+
+
+@contextmanager
+def running_part(log: Path, *arguments: str) -> Iterator[str]:
+    """Start one process of a service by its own command, on a free port. Yields the address at which it serves."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            specpipe(*arguments), stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment()
+        )
+        try:
+            yield _read_ready_line(process, log).strip()
         finally:
             end_process_tree(process)
 
