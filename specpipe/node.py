@@ -19,6 +19,7 @@ class Node:
         "confidence",
         "depth",
         "draft_step",
+        "drafted_confidence",
         "drafter",
         "estimate",
         "is_sent",
@@ -37,6 +38,8 @@ class Node:
         self.confidence = confidence  # as the drafter said
         self.drafter = drafter
         self.draft_step = draft_step  # the draft step that made it; 0: unknown
+        # The highest that came from a draft step, whoever else guessed the same; None: none did.
+        self.drafted_confidence = confidence if draft_step > 0 else None
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.rank = 0  # among its parent's children
         self.estimate = 1.0  # calibrated probability given that the parent is committed

@@ -259,8 +259,9 @@ class DraftTree:
             if child is not None:
                 added.append(child)
             return child
-        if 0 < extension.draft_step < child.draft_step or child.draft_step == 0:
-            child.draft_step = extension.draft_step
+        if extension.draft_step > 0:
+            child.draft_step = min(child.draft_step or extension.draft_step, extension.draft_step)
+            child.drafted_confidence = max(child.drafted_confidence or 0.0, confidence)
         if not child.is_sampled and (-confidence, extension.drafter) < (-child.confidence, child.drafter):
             child.confidence, child.drafter = confidence, extension.drafter
             self._rank_children(parent, changed=child)

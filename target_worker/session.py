@@ -265,7 +265,7 @@ class Session:
     def _count_round(self, result: Walk, rows: Mapping[Node, int], step_ms: float, gap_ms: float) -> None:
         guessed = [(node, choice) for node, choice in result.walked if self._is_guessed(node, rows)]
         self.last_guesses = (len(guessed), sum(_is_first(node, choice) for node, choice in guessed))
-        judged = [(node, choice) for node, choice in guessed if self._is_judged(node)]
+        judged = [(own, choice) for node, choice in guessed if (own := self._own_guess(node)) is not None]
         is_counted = self.round > 1 and self.max_depth > 0
         is_hit = bool(self.tree.root.children)
         is_own = any(map(self._is_own, self.tree.root.children.values()))
@@ -274,7 +274,7 @@ class Session:
             num_verified=len(rows),
             num_accepted=len(result.path),
             num_judged=len(judged),
-            num_first_ranked=sum(_is_first(node, choice) for node, choice in judged),
+            num_first_ranked=sum(own.token == choice for own, choice in judged),
             num_hits=int(is_counted and is_hit),
             num_misses=int(is_counted and not is_hit),
             num_lookup_hits=int(is_counted and is_hit and not is_own),
@@ -289,10 +289,11 @@ class Session:
         """Whether the choice at a walked node says if the first guess was right, whoever made it."""
         return node.sampled_child in rows if self.is_drawn else has_verified_child(node, rows)
 
-    def _is_judged(self, node: Node) -> bool:
-        """Whether a guess below this node speaks of the session's own drafter."""
-        first = first_child(node)
-        return first is not None and self._is_own(first)
+    def _own_guess(self, node: Node) -> Node | None:
+        """What the session's own drafter ranked first after `node`; None if it said nothing there. That a lookup is
+        surer of something else, or of the same, says nothing of it."""
+        own = [child for child in node.children.values() if self._is_own(child)]
+        return min(own, key=_own_order, default=None)
 
     def _is_own(self, node: Node) -> bool:
         """Whether the session's drafter guessed it: a lookup beside a draft model saves time, and is no merit of it."""
@@ -362,6 +363,12 @@ def _outside(ids: Sequence[int], vocab_size: int) -> int | None:
 def _is_first(node: Node, choice: int) -> bool:
     child = first_child(node)
     return child is not None and child.token == choice
+
+
+def _own_order(node: Node) -> tuple[bool, float, int]:
+    """`Node.order`, by what a draft step said where one did."""
+    confidence = node.confidence if node.drafted_confidence is None else node.drafted_confidence
+    return not node.is_sampled, -confidence, node.token
 
 
 def _bounded(stops: StopRules, max_context: int) -> StopRules:

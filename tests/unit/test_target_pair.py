@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -43,6 +44,19 @@ def test_self_is_nearly_always_accepted(mode: Mode, temperature: float) -> None:
     assert answer.stats.num_first_ranked == answer.stats.num_judged > 0
     if mode is Mode.SYNC:
         assert answer.stats.num_rounds <= math.ceil(80 / 5) + 2
+
+
+def test_what_lookups_guess_is_no_fault_of_the_draft_model() -> None:
+    """Text that repeats, sampled: lookups are often wrong, and surer of themselves than the draft is."""
+    target = TableModel(16, 1000, 5, spread=1.5, order=2)
+    draft = TableModel.like(target, 1.0, num_slots=3000)
+    numbers = itertools.count()
+    sim = PairSimulator(target, draft, draft_ms=3.0, hop_ms=3.0, loses=lambda extension: next(numbers) % 3 == 2)
+    answers = [sim.open(create_open(i, max_tokens=120, temperature=1.0, seed=i)) for i in range(4)]
+    sim.run()
+    assert sum(answer.stats.num_first_ranked for answer in answers) > 200
+    for answer in answers:
+        assert answer.stats.num_first_ranked == answer.stats.num_judged
 
 
 def run(mode: Mode, blur: float, *, num_sessions: int = 1, max_tokens: int = 120) -> tuple[float, RoundStats]:
