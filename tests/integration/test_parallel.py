@@ -68,7 +68,7 @@ async def answer_with_fault(
     worker, answer = service.pid("target-worker"), Answer()
     ended: asyncio.Task[None] | None = None
     try:
-        async for event in client.generate(LONG, timeout_s=200):
+        async for event in client.generate(LONG, timeout_s=RESTART_TIMEOUT_S):
             answer.add(event)
             if isinstance(event, Chunk) and ended is None:
                 os.kill(rank_pid(service), number)
@@ -99,7 +99,7 @@ async def test_ranks_are_listed_and_answers_are_the_same(
         assert len(answer.token_ids) == 32
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(2 * RESTART_TIMEOUT_S + 60)
 async def test_a_rank_killed_while_idle_ends_the_group_which_forms_again(
     ranked: RunningService, asking: GenerateClient
 ) -> None:
@@ -109,7 +109,7 @@ async def test_a_rank_killed_while_idle_ends_the_group_which_forms_again(
     await works_again(asking)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(2 * RESTART_TIMEOUT_S + 60)
 async def test_a_rank_frozen_in_a_step_ends_the_group_in_time(
     ranked: RunningService, asking: GenerateClient, oracle: Oracle
 ) -> None:
@@ -119,7 +119,7 @@ async def test_a_rank_frozen_in_a_step_ends_the_group_in_time(
     await works_again(asking)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(2 * RESTART_TIMEOUT_S + 60)
 async def test_a_rank_killed_in_a_step_ends_the_group_in_time(
     ranked: RunningService, asking: GenerateClient, oracle: Oracle
 ) -> None:
