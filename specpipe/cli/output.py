@@ -5,6 +5,7 @@ Owns: the shape of the JSON and of the statistics line. Must not know: where eve
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -86,6 +87,9 @@ class PlainOutput:
             sys.stdout.write("\n" if answer.started else "")
             say_error(str(error))
             return False
+        except asyncio.CancelledError:
+            sys.stdout.write("\n" if answer.started and self._is_terminal else "")  # for the shell's next prompt
+            raise
         sys.stdout.write("\n")
         self._write(note + "\n", NOTE_STYLE)
         return True

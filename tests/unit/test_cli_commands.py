@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -304,6 +305,22 @@ async def test_a_prompt_that_was_refused_is_not_echoed(capsys: pytest.CaptureFix
     refused = stream(CapacityError("full"))
     assert not await PlainOutput(1, is_echoing=True).show(GenerateRequest(prompt="p"), refused)
     assert capsys.readouterr() == ("", "error: full\n")
+
+
+async def test_a_terminal_is_left_at_the_start_of_a_line_when_an_answer_is_interrupted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def interrupted() -> AsyncIterator[AnswerEvent]:
+        for event in EVENTS[:2]:
+            yield event
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await PlainOutput(1).show(GenerateRequest(prompt="p"), interrupted())
+    assert capsys.readouterr().out == "p[b]one\n"
 
 
 async def test_a_terminal_without_colours_gets_no_control_characters_either(
