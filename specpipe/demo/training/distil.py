@@ -90,7 +90,7 @@ class AnswerAsTarget:
 def main() -> None:
     start_logging()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=19.3)
+    parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--name", default="draft", help="the checkpoint to write, and to resume from")
     parser.add_argument("--layers", type=int, default=DRAFT_LAYERS)
     parser.add_argument("--seed", type=int, default=5)

@@ -64,7 +64,7 @@ def _save(name: str, batches: list[torch.Tensor]) -> None:
 def main() -> None:
     start_logging()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

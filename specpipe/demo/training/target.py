@@ -57,7 +57,7 @@ class NextToken:
 def main() -> None:
     start_logging()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=71.0)
+    parser.add_argument("--minutes", type=float, default=117.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--adam-rate", type=float, default=4e-3)
