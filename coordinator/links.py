@@ -140,7 +140,7 @@ class WorkerLinks:
                 batch = await anext(link)
         except TimeoutError:
             raise WorkerUnavailableError("it said hello and nothing else") from None
-        self._check_step(link)
+        self._check_step(kind, link)
         return batch
 
     def _note_first_try(self, kind: Kind, address: str, misfit: str) -> None:
@@ -155,7 +155,7 @@ class WorkerLinks:
             async with asyncio.timeout(None) as self._patience[connection.number]:
                 async for batch in link:
                     connection.silent_s = 0.0
-                    self._check_step(link)
+                    self._check_step(connection.kind, link)
                     if link.num_holes != num_holes:
                         num_holes = link.num_holes
                         self._owner.ask_for_missing(connection)
@@ -165,7 +165,7 @@ class WorkerLinks:
         finally:
             del self._patience[connection.number]
 
-    def _check_step(self, link: WorkerLink) -> None:
+    def _check_step(self, kind: Kind, link: WorkerLink) -> None:
         running_s = link.heartbeat.step_running_ms / 1000
-        if running_s > self._settings.max_step_s:
+        if running_s > self._settings.max_step_s(kind):
             raise WorkerUnavailableError(f"its step has run for {running_s:.0f} s")

@@ -26,10 +26,14 @@ class DriverSettings:
     suspect_after_s: float = 3.0  # a worker that says nothing this long gets no new sessions
     max_draft_silence_s: float = 5.0  # a draft worker that says nothing this long is taken for lost
     max_target_silence_s: float = 5.0  # the same for a target worker
-    max_step_s: float = 60.0  # a worker whose step runs this long is taken for lost
+    max_draft_step_s: float = 15.0  # a draft worker whose step runs this long is taken for lost
+    max_target_step_s: float = 60.0  # the same for a target worker
     max_target_wait_s: float = 8.5  # a request that no target worker works on for this long fails
     max_reader_stall_s: float = 60.0  # a client that takes nothing this long is cancelled
     max_first_try_s: float = 15.0  # how long `wait_ready` waits for the first attempt to reach each worker
+
+    def max_step_s(self, kind: Kind) -> float:
+        return self.max_target_step_s if kind is Kind.TARGET else self.max_draft_step_s
 
     def max_silence_s(self, kind: Kind) -> float:
         return self.max_target_silence_s if kind is Kind.TARGET else self.max_draft_silence_s

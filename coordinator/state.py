@@ -68,6 +68,7 @@ logger = logging.getLogger(__name__)
 
 MAX_STORY = 40  # entries kept for the report of an InvariantError
 MAX_TARGET_MOVES = 8  # target sessions lost before the request is given up
+REFUSALS = (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNAVAILABLE)  # of a worker that is full, or drains
 
 
 class RequestMachine:
@@ -230,8 +231,8 @@ class RequestMachine:
     def _target_failed(self, failed: Failed) -> None:
         if not failed.is_retryable:
             self._end(Phase.FAILED, ERROR_BY_CODE[failed.code](failed.message))
-        elif failed.code is ErrorCode.RESOURCE_EXHAUSTED and self.phase is Phase.OPENING:
-            self.target, self._wait.reason = None, failed.message  # full: ask again, within the same wait
+        elif failed.code in REFUSALS and self.phase is Phase.OPENING:
+            self.target, self._wait.reason = None, failed.message  # ask again, within the same wait
             self._check_wait()
         else:
             self._lose_target(failed.message)

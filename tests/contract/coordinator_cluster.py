@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tcp_relay import TcpRelay
 from transformers import AutoTokenizer  # noqa: F401 - slow to import: not while workers wait for heartbeats
 from waiting import wait_until
 
@@ -68,9 +70,11 @@ class GatedModel:
         self.info = model.info
         self.num_slots = model.num_slots
         self.num_steps = 0
+        self.delay_s = 0.0
 
     def forward(self, batch: StepBatch) -> np.ndarray[Any, Any]:
         self._gate.wait(30)
+        time.sleep(self.delay_s)
         self.num_steps += 1
         return self._model.forward(batch)
 
@@ -89,6 +93,8 @@ class Worker:
     gate: threading.Event = field(default_factory=threading.Event)
     is_frozen: bool = False  # says nothing any more, not even heartbeats
     vocabulary: Vocabulary | None = None  # None: it cannot tell
+    relay: TcpRelay | None = None  # once it has started: between it and the coordinator, if `is_relayed`
+    is_relayed: bool = False
 
     async def start(self) -> None:
         self.gate.set()
@@ -103,13 +109,15 @@ class Worker:
             num_slots=self.model.num_slots,
             max_sessions=self.max_sessions,
         )
-        timing = Timing(interval_s=0.1, sleep=self._sleep)
+        timing = Timing(interval_s=0.1, pause_after_s=2.5, close_after_s=4.0, sleep=self._sleep)
         read_vocabulary = None if self.vocabulary is None else (lambda: self.vocabulary)
         self.service = WorkerService(self.kind, hello, self.thread, timing=timing, read_vocabulary=read_vocabulary)
         self.service.add_to(self.server)
         self.thread.start()
         await self.thread.wait_ready()
         await self.server.start()
+        if self.is_relayed and self.relay is None:
+            self.relay = await TcpRelay(self.port).__aenter__()
 
     async def stop(self) -> None:
         self.gate.set()
@@ -117,6 +125,12 @@ class Worker:
         self.thread.stop()
         await asyncio.wait([self.thread.failure])
         await self.server.stop(0.0)
+
+    async def end(self) -> None:
+        """For good."""
+        await self.stop()
+        if self.relay is not None:
+            await self.relay.__aexit__()
 
     def freeze(self) -> None:
         """As SIGSTOP would, as far as that goes in one process: who dials it anew is turned away."""
@@ -126,7 +140,7 @@ class Worker:
 
     @property
     def address(self) -> str:
-        return self.server.address
+        return self.server.address if self.relay is None else self.relay.address
 
     @property
     def num_sessions(self) -> int:
@@ -191,7 +205,7 @@ async def cluster(
     async with AsyncExitStack() as stack:
         for worker in targets + drafts:
             await worker.start()
-            stack.push_async_callback(worker.stop)
+            stack.push_async_callback(worker.end)
         full = CoordinatorConfig(
             targets=tuple(w.address for w in targets),
             drafts=tuple(w.address for w in drafts),
@@ -207,15 +221,16 @@ async def cluster(
         yield Cluster(app, targets, drafts, client)
 
 
-LONG = {"max_tokens": 60, "ignore_eos": True, "seed": 3}
+LONG = {"prompt": (7, 8, 9), "max_tokens": 60, "ignore_eos": True, "seed": 3}
 
 
 def ask(**options: Any) -> GenerateRequest:
-    return GenerateRequest(prompt=(7, 8, 9), **{**LONG, **options})
+    return GenerateRequest(**{**LONG, **options})
 
 
-async def plain(service: Cluster) -> list[int]:
-    return (await service.client.answer(ask(mode=Mode.OFF), timeout_s=60)).token_ids
+async def plain(service: Cluster, **options: Any) -> list[int]:
+    """What the target alone answers."""
+    return (await service.client.answer(ask(mode=Mode.OFF, **options), timeout_s=60)).token_ids
 
 
 class Reading:

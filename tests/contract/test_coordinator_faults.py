@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 from collected import nothing_is_collected, num_calls
-from coordinator_cluster import (
-    Reading,
-    Worker,
-    ask,
-    cluster,
-    draft_model,
-    plain,
-)
+from coordinator_cluster import FAST, Reading, Worker, ask, cluster, draft_model, plain, target_model
 from waiting import wait_until
 
 from coordinator.events import Kind
 from specpipe.answers import Chunk
-from specpipe.types import Extension, Mode, Origin
+from specpipe.types import Extension, FinishReason, Mode, Origin
 
 DRAFT = Kind.DRAFT
 
@@ -71,6 +64,60 @@ async def test_a_draft_worker_that_hangs_costs_bounded_time(mode: Mode) -> None:
         assert (await asyncio.wait_for(reading.task, 30)).token_ids == expected
         answer = await service.client.answer(ask(mode=mode), timeout_s=30)
         assert answer.token_ids == expected
+
+
+@pytest.mark.parametrize("mode", [Mode.SYNC, Mode.PIPELINED])
+async def test_a_draft_worker_that_hangs_in_a_step_and_still_speaks_is_left(mode: Mode) -> None:
+    """In sync mode the target waits up to a second for each chain, so this must not go on for long."""
+    async with cluster(settings=replace(FAST, max_draft_step_s=1.0)) as service:
+        expected = await plain(service)
+        reading = Reading(service, ask(mode=mode))
+        await reading.has(20)
+        service.drafts[0].gate.clear()
+        assert (await asyncio.wait_for(reading.task, 30)).token_ids == expected
+        await wait_until(lambda: not len(service.coordinator.pools[DRAFT]))
+        service.drafts[0].gate.set()
+        await wait_until(lambda: service.coordinator.pools[DRAFT].is_ready)
+        assert (await service.client.answer(ask(mode=mode), timeout_s=30)).token_ids == expected
+
+
+async def test_a_draft_worker_much_slower_than_the_target_changes_no_answer() -> None:
+    async with cluster() as service:
+        expected = await plain(service)
+        service.drafts[0].gated.delay_s = 0.05
+        for mode in (Mode.PIPELINED, Mode.SYNC):
+            answer = await service.client.answer(ask(mode=mode, max_tokens=20), timeout_s=60)
+            assert answer.token_ids == expected[:20]
+        await wait_until(lambda: service.is_idle)
+
+
+@pytest.mark.parametrize("num_prompt", [30, 47, 48, 49, 90])
+async def test_a_draft_with_a_shorter_context_stops_drafting_and_the_answer_goes_on(num_prompt: int) -> None:
+    draft = Worker("draft", draft_model(max_context=48))
+    async with cluster(drafts=[draft]) as service:
+        prompt = tuple(range(100, 100 + num_prompt))
+        expected = await plain(service, prompt=prompt)
+        neighbours = [Reading(service, ask(mode=Mode.SYNC)) for _ in range(3)]
+        for mode in (Mode.SYNC, Mode.PIPELINED):
+            answer = await service.client.answer(ask(prompt=prompt, mode=mode), timeout_s=60)
+            assert answer.token_ids == expected
+        assert len({tuple((await neighbour.task).token_ids) for neighbour in neighbours}) == 1
+        await wait_until(lambda: service.is_idle)
+
+
+@pytest.mark.parametrize("num_prompt", [60, 61, 62, 63])
+async def test_every_position_of_a_short_context_is_used(num_prompt: int) -> None:
+    async with cluster([Worker("target", target_model(max_context=64))], [Worker("draft", draft_model())]) as service:
+        prompt = tuple(range(100, 100 + num_prompt))
+        expected = await plain(service, prompt=prompt, max_tokens=None)
+        assert len(expected) == 64 - num_prompt
+        for mode in (Mode.SYNC, Mode.PIPELINED):
+            request = ask(prompt=prompt, mode=mode, max_tokens=None, num_speculative_tokens=8)
+            answer = await service.client.answer(request, timeout_s=60)
+            assert answer.token_ids == expected
+            assert answer.finished is not None
+            assert answer.finished.finish_reason is FinishReason.LENGTH
+        await wait_until(lambda: service.is_idle)
 
 
 async def test_a_draft_worker_that_was_never_there_is_no_obstacle() -> None:

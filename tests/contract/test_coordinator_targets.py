@@ -96,7 +96,7 @@ async def test_a_target_that_hangs_with_nowhere_to_go_ends_its_answers_in_time()
 
 
 async def test_a_worker_that_hangs_in_a_step_gets_no_sessions_when_it_is_dialled_again() -> None:
-    impatient = replace(FAST, max_step_s=0.5)
+    impatient = replace(FAST, max_target_step_s=0.5)
     targets = [Worker("target", target_model()), Worker("target", target_model())]
     async with cluster(targets, [], settings=impatient) as service:
         expected = await plain(service)

@@ -405,17 +405,21 @@ def test_a_final_failure_of_the_target_is_the_requests(code: ErrorCode, expected
     assert str(world.error) == "never"
 
 
-def test_a_full_target_is_asked_again_until_the_wait_is_over() -> None:
+@pytest.mark.parametrize("code", [ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNAVAILABLE])
+def test_a_target_that_takes_nothing_is_asked_again_until_the_wait_is_over(code: ErrorCode) -> None:
+    """It is full, or drains. That is no move, so that MAX_TARGET_MOVES is no bound to it."""
     world = started(max_target_wait_ms=2000.0)
+    num_asked = 0
     for _ in range(30):
         target = world.session(Kind.TARGET)
         if target is not None:
-            full = Failed(session=target, code=ErrorCode.RESOURCE_EXHAUSTED, message="full", is_retryable=True)
-            world.hear(Kind.TARGET, full)
+            num_asked += 1
+            world.hear(Kind.TARGET, Failed(session=target, code=code, message="not now", is_retryable=True))
             del world.sessions[target]
         world.tick(100)
+    assert MAX_TARGET_MOVES < num_asked <= 21
     assert isinstance(world.error, WorkerUnavailableError)
-    assert "full" in str(world.error)
+    assert "not now" in str(world.error)
 
 
 def test_a_draft_that_refuses_for_good_is_not_asked_again() -> None:
