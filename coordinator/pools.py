@@ -12,7 +12,7 @@ from typing import Protocol
 
 from coordinator.events import Kind
 from coordinator.fit import VocabularyLink
-from specpipe.types import Heartbeat, ModelInfo, SessionMessage
+from specpipe.types import Heartbeat, SessionMessage
 
 MAX_BACKOFF_S = 4.0  # a dial costs little, a worker that is back and not used costs more
 AVOID_MS = 1_000.0  # a worker that refused a session for now is asked again after this
@@ -54,11 +54,6 @@ class Connection:
     silent_s: float = 0.0  # since it was heard last
     is_suspect: bool = False  # silent: gets no new sessions
     avoided_until_ms: float = 0.0  # it refused a session
-
-    @property
-    def model(self) -> ModelInfo:
-        assert self.link.hello.model is not None
-        return self.link.hello.model
 
     @property
     def has_room(self) -> bool:

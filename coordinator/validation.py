@@ -136,6 +136,8 @@ def check_prompt_bytes(num_bytes: int, facts: ServiceFacts) -> None:
 
 
 def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):  # most are right, and there may be many
+        return
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(f"{field}[{index}]: {token_id} is not a token id (0 to {vocab_size - 1})")

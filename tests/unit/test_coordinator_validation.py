@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_text_is_refused_by_its_bytes_where_they_decide() -> None:
     check_question(Question(prompt="x" * 255), FACTS)
     with pytest.raises(InvalidRequestError, match="256 bytes are at least 64 tokens"):
         check_question(Question(prompt="x" * 256), FACTS)
+
+
+def test_a_very_long_prompt_does_not_hold_the_event_loop() -> None:
+    """All that is done with its ids between two awaits, on this thread's own clock."""
+    many = replace(FACTS.model, max_context=200_000)
+    facts = replace(FACTS, model=many)
+    question = Question(prompt=tuple([5] * 100_000))
+
+    def cost_s() -> float:
+        started = time.thread_time()
+        check_question(question, facts)
+        create_request(question, list(question.prompt or ()), facts)
+        return time.thread_time() - started
+
+    assert min(cost_s() for _ in range(3)) < 0.05
 
 
 def test_a_tokenizers_ids_beyond_the_model_are_refused() -> None:
