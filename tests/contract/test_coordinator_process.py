@@ -178,6 +178,28 @@ async def test_a_client_hears_of_a_frozen_target_worker_within_ten_seconds() -> 
             await wait_until(lambda: "not serving" in running.log)
 
 
+async def test_a_coordinator_that_was_stopped_goes_on_with_its_answers_and_blames_nobody() -> None:
+    """Its workers end its sessions by their own patience; it opens them again from the tokens it holds."""
+    target, draft = workers()
+    async with coordinator(target, draft) as running:
+        await wait_until(lambda: running.is_ready, timeout_s=60)
+        async with GenerateClient(running.address) as client:
+            request = GenerateRequest(prompt=(5, 6), max_tokens=300, ignore_eos=True, seed=9)
+            expected = await client.answer(request, timeout_s=60)
+            answer = Answer()
+            events = client.generate(request, timeout_s=60)
+            while not answer.token_ids:
+                answer.add(await anext(events))
+            running.process.send_signal(signal.SIGSTOP)
+            try:
+                await wait_until(lambda: target.num_sessions == draft.num_sessions == 0, timeout_s=20)
+            finally:
+                running.process.send_signal(signal.SIGCONT)
+            await read_all(events, answer)
+            assert answer.token_ids == expected.token_ids
+            assert "has said nothing" not in running.log
+
+
 async def test_a_port_in_use_is_named_and_exits_2() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
