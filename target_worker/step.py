@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from specpipe.engine.interface import SessionRows, StepBatch
 from specpipe.tree import Node
 from specpipe.types import Mode
@@ -78,6 +81,13 @@ def total_load(steps: Sequence[SessionStep]) -> Load:
 
 def create_batch(steps: Sequence[SessionStep]) -> StepBatch:
     return StepBatch(sessions=[step.rows() for step in steps])
+
+
+def nan_slots(nodes: Sequence[Node], logits: npt.NDArray[np.float32]) -> list[int]:
+    """Slots of nodes whose row of `logits`, the root's being the first, holds NaN, walked or not: masked NaN would leak
+    through attention."""
+    is_nan = np.isnan(logits[1:, 0])
+    return [node.slot for node, bad in zip(nodes, is_nan, strict=True) if bad and node.slot is not None]
 
 
 def _visible(nodes: Sequence[Node]) -> list[int]:

@@ -22,10 +22,10 @@ from specpipe.engine.interface import StepModel
 from specpipe.engine.slots import create_pool
 from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateRequestError, SpecpipeError
 from specpipe.step_costs import StepCosts
-from specpipe.tree import Node
 from specpipe.types import (
     Close,
     Closed,
+    Commit,
     Extension,
     Failed,
     Heartbeat,
@@ -38,7 +38,7 @@ from specpipe.types import (
 from target_worker.room import Room
 from target_worker.scheduler import MIN_CHUNK, chunk_sizes, next_budget, select_nodes
 from target_worker.session import Limits, Phase, Session, check_open
-from target_worker.step import SessionStep, create_batch, total_load
+from target_worker.step import SessionStep, create_batch, nan_slots, total_load
 from target_worker.waiting import ExtensionTimes, Pace
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class TargetLoop:
         self._model = model
         self._config = config
         self._send = send
+        self._commits: list[tuple[int, Commit]] = []  # of the last step, said once the next one is about to run
         self._clock = clock
         self._costs = costs or StepCosts(config.engine.max_batch_tokens)
         self._limits = Limits(info=model.info, num_slots=model.num_slots, max_nodes=config.max_nodes)
@@ -101,6 +102,7 @@ class TargetLoop:
 
     def link_lost(self, link: int) -> None:
         """A stream ended: so do its sessions, without a word."""
+        self._commits = [(to, commit) for to, commit in self._commits if to != link]
         for session in [session for session in self._sessions.values() if session.link == link]:
             self._forget(session)
         self._paused.discard(link)
@@ -127,13 +129,13 @@ class TargetLoop:
     def _open(self, link: int, opened: Open) -> None:
         if (link, opened.session) in self._sessions:
             error = DuplicateRequestError(f"session {opened.session} is open already")
-            self._send(link, _failed(opened.session, error))
+            self._say(link, _failed(opened.session, error))
             return
         try:
             session = self._create(link, opened)
         except SpecpipeError as error:
-            self._send(link, _failed(opened.session, error))
-            self._send(link, Closed(session=opened.session, length=len(opened.tokens)))
+            self._say(link, _failed(opened.session, error))
+            self._say(link, Closed(session=opened.session, length=len(opened.tokens)))
             self._ended.append((link, opened.session))
             return
         self._sessions[link, opened.session] = session
@@ -157,9 +159,9 @@ class TargetLoop:
     def _close(self, link: int, close: Close, session: Session | None) -> None:
         if session is not None:
             self._forget(session)
-            self._send(link, Closed(session=close.session, length=len(session.tokens)))
+            self._say(link, Closed(session=close.session, length=len(session.tokens)))
         elif (link, close.session) not in self._ended:
-            self._send(link, Closed(session=close.session, length=0))
+            self._say(link, Closed(session=close.session, length=0))
 
     def _graft(self, session: Session, extension: Extension) -> None:
         session.graft(extension)
@@ -170,7 +172,7 @@ class TargetLoop:
 
     def _resync(self, session: Session, need: NeedTokens) -> None:
         try:
-            self._send(session.link, session.resync(need.have))
+            self._say(session.link, session.resync(need.have))
         except SpecpipeError as error:
             self._fail(session, error)
 
@@ -189,6 +191,7 @@ class TargetLoop:
         if steps:
             self._run(steps)
             return 0.0
+        self._flush()
         self._is_back_to_back = False
         if waiting:
             self._exposed = (now, waiting)
@@ -254,6 +257,7 @@ class TargetLoop:
         batch = create_batch(steps)
         self._step += 1
         start = self._step_started = self._clock()
+        self._flush()
         logits = self._model.forward(batch)
         end = self._clock()
         self._step_started = None
@@ -283,7 +287,7 @@ class TargetLoop:
         """Walk, commit, say so. A row that cannot be decided ends its session and no other."""
         session = step.session
         rows = {node: 1 + i for i, node in enumerate(step.nodes)}
-        poisoned = _nan_slots(step.nodes, logits)
+        poisoned = nan_slots(step.nodes, logits)
         try:
             result = session.verify(rows, logits, 0)
         except SpecpipeError as error:
@@ -301,7 +305,7 @@ class TargetLoop:
             self._room.leave(session)
         elif was_cold:
             self._room.remember(session)
-        self._send(session.link, replace(commit, next_budget=self._budget(session)))
+        self._commits.append((session.link, replace(commit, next_budget=self._budget(session))))
 
     def _budget(self, session: Session) -> int:
         if session.mode is not Mode.PIPELINED:
@@ -377,11 +381,21 @@ class TargetLoop:
                 session, DeadlineExceededError(f"session {session.session}: its time ran out on the target worker")
             )
 
+    def _say(self, link: int, message: SessionMessage) -> None:
+        self._flush()
+        self._send(link, message)
+
+    def _flush(self) -> None:
+        """Say what the last step committed: not sooner, since the event loop would work while the next is planned."""
+        for link, commit in self._commits:
+            self._send(link, commit)
+        self._commits.clear()
+
     def _fail(self, session: Session, error: SpecpipeError, *, is_poisoned: bool = False) -> None:
         logger.info("session %d failed: %s", session.session, error)
         self._forget(session, is_poisoned=is_poisoned)
-        self._send(session.link, _failed(session.session, error))
-        self._send(session.link, Closed(session=session.session, length=len(session.tokens)))
+        self._say(session.link, _failed(session.session, error))
+        self._say(session.link, Closed(session=session.session, length=len(session.tokens)))
 
     def _forget(self, session: Session, *, is_poisoned: bool = False) -> None:
         self._room.leave(session, is_poisoned=is_poisoned)
@@ -391,9 +405,3 @@ class TargetLoop:
 
 def _failed(session: int, error: SpecpipeError) -> Failed:
     return Failed(session=session, code=error.code, message=str(error), is_retryable=error.is_retryable)
-
-
-def _nan_slots(nodes: list[Node], logits: npt.NDArray[np.float32]) -> list[int]:
-    """Slots of nodes whose row holds NaN, walked or not: masked NaN would leak through attention."""
-    is_nan = np.isnan(logits[1:, 0])
-    return [node.slot for node, bad in zip(nodes, is_nan, strict=True) if bad and node.slot is not None]
