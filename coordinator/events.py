@@ -128,7 +128,7 @@ def told(event: Event) -> str:
             ends = "" if message.finish_reason is None else f" {message.finish_reason.value}"
             what = f"commit {message.base}+{len(message.tokens)}{ends}"
         case Extension():
-            what = f"extension at {message.base} of {len(message.tokens)}"
+            what = f"extension at {message.base} of draft step {message.draft_step}"
         case _:
             what = str(message)
     return f"{event.kind.value}: {what}"

@@ -267,7 +267,7 @@ def speculation_from_pb(speculation_pb: common_pb2.ResolvedSpeculation) -> Specu
 
 def extension_to_pb(extension: Extension) -> worker_pb2.Extension:
     if isinstance(extension, RelayedExtension):
-        extension.message.session = extension.session
+        extension.message.session, extension.message.draft_step = extension.session, extension.draft_step
         return extension.message
     proposals = [worker_pb2.Proposal(**_values(proposal)) for proposal in extension.proposals]
     values = _values(extension)

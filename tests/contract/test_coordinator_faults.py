@@ -33,6 +33,7 @@ async def test_a_draft_worker_that_dies_costs_speed_only_and_is_used_again_when_
         assert again.token_ids == expected
         assert again.finished is not None
         assert again.finished.speculation.accepted_tokens > 0
+        assert again.finished.speculation.wasted_draft_ms < 0.5 * again.finished.speculation.draft_ms
         await wait_until(lambda: service.is_idle)
 
 
@@ -52,6 +53,9 @@ async def test_a_draft_worker_that_returns_joins_a_running_answer() -> None:
         answer = await reading.task
         assert answer.token_ids == expected
         assert Origin.ACCEPTED in answer.origins[before + 10 :]
+        assert answer.finished is not None
+        speculation = answer.finished.speculation
+        assert speculation.wasted_draft_ms < speculation.draft_ms, "steps of neither worker are taken for the other's"
 
 
 @pytest.mark.parametrize("mode", [Mode.SYNC, Mode.PIPELINED])

@@ -75,7 +75,7 @@ async def test_every_kind_of_message_reaches_the_worker_and_the_coordinator():
         ]
         worker.thread.send(worker.loop.received[0][0], an_extension(1))
         await until(lambda: reader.all("extensions"))
-        assert reader.all("extensions") == [an_extension(1)]
+        assert [relayed.read() for relayed in reader.all("extensions")] == [an_extension(1)]
 
 
 async def test_heartbeats_go_both_ways():

@@ -164,7 +164,7 @@ async def test_a_worker_that_talks_nonsense_fails_that_session_and_is_told_to_cl
         link.send(an_open(1))
         link.send(an_open(2))
         await until(lambda: len(worker.loop.sessions) == 2)
-        worker.thread.send(1, an_extension(1, tokens=(MODEL.vocab_size,)))
+        worker.thread.send(1, replace(an_extension(1), parents=(0, 1)))  # of other nodes than it has
         worker.thread.send(1, an_extension(2))
         await until(lambda: reader.all("closed") and reader.all("extensions"))
         [failed] = reader.all("failures")

@@ -394,7 +394,7 @@ def test_a_model_without_a_vocabulary_is_refused():
         codec.hello_from_pb(worker_pb2.Hello(model=common_pb2.ModelInfo(name="m", max_context=5)))
 
 
-def test_a_relayed_extension_leaves_as_it_came_but_for_its_session():
+def test_a_relayed_extension_leaves_as_it_came_but_for_its_session_and_draft_step():
     came = codec.extension_to_pb(
         Extension(session=7, base=3, parents=(0, 1), tokens=(4, 5), confidences=(0.5, 0.25), draft_step=3)
     )
@@ -403,8 +403,8 @@ def test_a_relayed_extension_leaves_as_it_came_but_for_its_session():
     (relayed,) = batch.extensions
     assert not rejected
     assert (relayed.session, relayed.base, relayed.draft_step, relayed.tokens) == (7, 3, 3, ())
-    left = codec.extension_to_pb(dataclasses.replace(relayed, session=9))
-    came.session = 9
+    left = codec.extension_to_pb(dataclasses.replace(relayed, session=9, draft_step=1))
+    came.session, came.draft_step = 9, 1
     assert left == came
 
 
