@@ -32,6 +32,8 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, combine: Combine | None = None) -> None:
         self.combine = combine
         self.packed = _pack(weight, bias)
+        if self.packed is None and can_pack(weight):  # beyond float16's range, where rows are float32
+            weight, bias = weight.float(), None if bias is None else bias.float()
         self.transposed: Tensor | None = None  # [in, out]
         self.bias = bias
         if self.packed is None:

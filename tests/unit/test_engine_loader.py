@@ -115,6 +115,18 @@ def test_sixteen_bit_weights_compute_in_float32(tmp_path: Path, family: str) -> 
     assert driver.worst_error(stock) < 2e-5
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_weight_beyond_float16_is_kept_in_float32(tmp_path: Path, family: str) -> None:
+    folder = save_model(tmp_path / "m", family, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    layer = model.model.layers[0].mlp.down_proj if family == "llama" else model.transformer.h[0].mlp.c_proj
+    with torch.no_grad():
+        layer.weight[0, 0] = 1e5
+    model.save_pretrained(folder)
+    expected = stock_logits(folder)
+    np.testing.assert_allclose(prefill(load(folder)), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_bfloat16_without_packing_stays_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specpipe.engine.linear._has_fbgemm", lambda: False)
     folder = save_model(tmp_path / "m", "llama", dtype=torch.bfloat16)
