@@ -155,16 +155,22 @@ async def test_a_draft_and_a_target_worker_that_are_killed_change_no_token_of_ei
 async def test_workers_that_return_are_used_by_both_coordinators(
     many: RunningService, clients: list[GenerateClient]
 ) -> None:
-    request = GenerateRequest(prompt="for", temperature=0, max_tokens=300, ignore_eos=True, mode=Mode.SYNC)
+    request = GenerateRequest(prompt="for", temperature=0, max_tokens=200, ignore_eos=True, mode=Mode.SYNC)
 
-    async def is_shared_by_all() -> bool:
+    async def are_back() -> bool:
+        return {role: len(counts) for role, counts in (await count_sessions(many)).items()} == dict.fromkeys(STUBS, 2)
+
+    async def share_the_load() -> bool:
+        """Two answers at each coordinator, at once: one for each worker of a kind."""
         answers = [asyncio.ensure_future(client.answer(request, timeout_s=250)) for client in clients for _ in range(2)]
-        counts = await count_sessions(many)
+        most = {role: [0, 0] for role in STUBS}
         while not all(task.done() for task in answers):
-            counts = {role: list(map(max, counts[role], now)) for role, now in (await count_sessions(many)).items()}
-        return counts == {"draft-worker": [2, 2], "target-worker": [2, 2]}
+            most = {role: list(map(max, most[role], now)) for role, now in (await count_sessions(many)).items()}
+            await asyncio.sleep(0.05)
+        return most == {"draft-worker": [2, 2], "target-worker": [2, 2]}
 
-    await wait_until(is_shared_by_all, timeout_s=RESTART_TIMEOUT_S)
+    await wait_until(are_back, timeout_s=RESTART_TIMEOUT_S)
+    await wait_until(share_the_load, timeout_s=RESTART_TIMEOUT_S)
     await wait_until(lambda: is_idle(many))
 
 
