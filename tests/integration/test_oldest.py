@@ -18,9 +18,9 @@ def test_answers_of_every_mode_equal_generate(tiny_pair: TinyPair, oracle: Oracl
     models = ("--target", str(tiny_pair.target), "--draft", str(tiny_pair.draft))
     prompts = write_lines(tmp_path / "prompts.jsonl", *({"prompt": prompt, "mode": mode} for mode in MODES))
     done = run_command(
-        "generate", "--prompts", prompts, *models, "--temperature", "0", "--max-tokens", "40", "--ignore-eos", "--json"
+        "generate", "--prompts", prompts, *models, "--temperature", "0", "--max-tokens", "160", "--ignore-eos", "--json"
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [answer["token_ids"] for answer in answers] == [oracle.greedy(oracle.encode(prompt), 40)] * len(MODES)
+    assert [answer["token_ids"] for answer in answers] == [oracle.greedy(oracle.encode(prompt), 160)] * len(MODES)
     assert answers[MODES.index("sync")]["speculation"]["accepted_tokens"] > 0
