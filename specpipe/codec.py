@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from specpipe.codec_enums import ERROR_CODES, FINISH_REASONS, MODES, ORIGINS, RULES
+from specpipe.codec_reports import report_from_pb, report_to_pb
 from specpipe.errors import InvalidRequestError
 from specpipe.extensions import MAX_EXTENSION_NODES, MAX_PROPOSAL_TOKENS, check_proposals, check_trie
+from specpipe.reports import Report
 from specpipe.rpc.v1 import common_pb2, worker_pb2
 from specpipe.types import (
     Batch,
@@ -31,6 +33,7 @@ from specpipe.types import (
     ModelInfo,
     NeedTokens,
     Open,
+    ProcessInfo,
     Proposal,
     RoundStats,
     SamplingParams,
@@ -92,6 +95,7 @@ def hello_to_pb(hello: Hello) -> worker_pb2.Hello:
         model=None if hello.model is None else model_info_to_pb(hello.model),
         num_slots=hello.num_slots,
         max_sessions=hello.max_sessions,
+        process=worker_pb2.ProcessInfo(**_values(hello.process)),
     )
 
 
@@ -102,6 +106,11 @@ def hello_from_pb(hello_pb: worker_pb2.Hello) -> Hello:
         model=model_info_from_pb(hello_pb.model) if hello_pb.HasField("model") else None,
         num_slots=hello_pb.num_slots,
         max_sessions=hello_pb.max_sessions,
+        process=ProcessInfo(
+            host=hello_pb.process.host[:MAX_NAME_LENGTH],
+            pid=hello_pb.process.pid,
+            version=hello_pb.process.version[:MAX_NAME_LENGTH],
+        ),
     )
 
 
@@ -146,6 +155,7 @@ def batch_to_pb(batch: Batch) -> worker_pb2.Batch:
         ),
         closed=(worker_pb2.Closed(session=closed.session, length=closed.length) for closed in batch.closed),
         heartbeat=None if batch.heartbeat is None else heartbeat_to_pb(batch.heartbeat),
+        reports=map(report_to_pb, batch.reports),
     )
 
 
@@ -177,6 +187,7 @@ def batch_from_pb(batch_pb: worker_pb2.Batch, limits: Limits) -> tuple[Batch, li
         closes=tuple(Close(session=close.session, reason=close.reason[:MAX_TEXT_LENGTH]) for close in batch_pb.closes),
         closed=tuple(Closed(session=closed.session, length=closed.length) for closed in batch_pb.closed),
         heartbeat=heartbeat_from_pb(batch_pb.heartbeat) if batch_pb.HasField("heartbeat") else None,
+        reports=decoded(Report, batch_pb.reports, lambda report_pb, _: report_from_pb(report_pb)),
     )
     return batch, rejected
 
@@ -198,6 +209,7 @@ def open_to_pb(message: Open) -> worker_pb2.Open:
         trace_context=message.trace_context,
         adapter=message.adapter,
         vocab_size=message.vocab_size,
+        wants_reports=message.wants_reports,
     )
 
 
@@ -222,6 +234,7 @@ def open_from_pb(open_pb: worker_pb2.Open, limits: Limits) -> Open:
         trace_context=open_pb.trace_context,
         adapter=open_pb.adapter,
         vocab_size=open_pb.vocab_size,
+        wants_reports=open_pb.wants_reports,
     )
 
 

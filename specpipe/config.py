@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 from specpipe.errors import ConfigError
 from specpipe.types import Mode, Rule
 
 MAX_SPECULATIVE_TOKENS: Final = 256  # K of a request at most
+
+TraceLevel = Literal["off", "request", "round", "debug"]
+TRACE_LEVELS: Final[tuple[str, ...]] = get_args(TraceLevel)
 
 
 def check_counts(config: Any, *names: str, least: int = 1) -> None:
@@ -50,6 +53,25 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryConfig:
+    """What a process says about itself, and to whom."""
+
+    otlp_endpoint: str = ""  # HOST:PORT of an OTLP/gRPC receiver of spans and metrics; empty: nothing is pushed
+    trace_level: TraceLevel = "round"  # what is kept of a request that is traced
+    trace_sample: float = 1.0  # share of requests that are traced where the caller has not decided it
+    has_content: bool = False  # prompts and answers are part of spans
+    metrics_port: int | None = None  # where Prometheus finds /metrics; 0: a free port; None: nowhere
+
+    def __post_init__(self) -> None:
+        if self.trace_level not in TRACE_LEVELS:
+            raise ConfigError(f"trace_level must be one of {', '.join(TRACE_LEVELS)}, got {self.trace_level!r}")
+        if not 0 <= self.trace_sample <= 1:
+            raise ConfigError(f"trace_sample must be from 0 to 1, got {self.trace_sample}")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ConfigError(f"metrics_port must be in 0..65535, got {self.metrics_port}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """A model and the room it gets."""
 
@@ -77,6 +99,7 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWorkerConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     engine: EngineConfig
     max_nodes: int = 256  # nodes of one session's draft tree
     max_depth: int = 48  # its depth
@@ -88,6 +111,7 @@ class DraftWorkerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetWorkerConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     engine: EngineConfig
     tensor_parallel_size: int = 1  # ranks of this worker
     rank_cores: tuple[int, ...] = ()  # CPU cores of the ranks after the first, which has engine.core; may be fewer
@@ -105,6 +129,8 @@ class TargetWorkerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    http_port: int | None = None  # where the live page is served, on the server's interface; 0: a free port
     targets: tuple[str, ...]  # HOST:PORT of target workers
     drafts: tuple[str, ...] = ()  # HOST:PORT of draft workers
     tokenizer: str = ""  # folder or hub name; empty: the target model's name

@@ -9,8 +9,9 @@ thread. What is pending is bounded by the number of sessions:
 - commits of a session that touch or overlap become one; none is lost, and a finish reason stays last;
 - extensions are hints: a session keeps its newest few, the oldest is dropped and counted;
 - Close removes what is pending for its session: the receiver has no use for it;
-- a batch holds all that is pending of a session, in the order Open, extensions, commits, NeedTokens, Failed, Close,
-  Closed; nothing joins a pending Closed.
+- reports of a session become one, which keeps its newest records and counts those that it drops;
+- a batch holds all that is pending of a session, in the order Open, report, extensions, commits, NeedTokens, Failed,
+  Close, Closed; nothing joins a pending Closed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from specpipe.reports import Report
 from specpipe.types import (
     Batch,
     Close,
@@ -78,6 +80,7 @@ class _Pending:
     """All that waits for one session."""
 
     opens: list[Open] = field(default_factory=list)
+    report: Report | None = None
     extensions: deque[Extension] = field(default_factory=deque)
     commits: list[Commit] = field(default_factory=list)
     need_tokens: NeedTokens | None = None
@@ -87,6 +90,8 @@ class _Pending:
 
     def messages(self) -> Iterator[SessionMessage]:
         yield from self.opens
+        if self.report is not None:
+            yield self.report
         yield from self.extensions
         yield from self.commits
         for message in (self.need_tokens, self.failed, self.close, self.closed):
@@ -164,6 +169,8 @@ class Outbox:
                 self._sessions[message.session] = _Pending(close=message)
             case Closed():
                 pending.closed = message
+            case Report():
+                pending.report = message if pending.report is None else pending.report.merged_with(message)
 
     def _add_open(self, pending: _Pending, message: Open) -> None:
         if len(pending.opens) < 2:  # the second tells the receiver that there was a duplicate
@@ -209,6 +216,7 @@ def batch_of(messages: list[SessionMessage], *, sequence: int, heartbeat: Heartb
     return Batch(
         sequence=sequence,
         opens=only(Open),
+        reports=only(Report),
         extensions=only(Extension),
         commits=only(Commit),
         need_tokens=only(NeedTokens),
@@ -222,6 +230,7 @@ def batch_of(messages: list[SessionMessage], *, sequence: int, heartbeat: Heartb
 def messages_of(batch: Batch) -> Iterator[SessionMessage]:
     """The messages of a batch in the order in which they are to be applied."""
     yield from batch.opens
+    yield from batch.reports
     yield from batch.extensions
     yield from batch.commits
     yield from batch.need_tokens

@@ -21,7 +21,8 @@ from typing import Protocol
 
 from specpipe.errors import InvariantError, SpecpipeError
 from specpipe.link import Outbox, messages_of
-from specpipe.types import Close, Closed, Extension, Failed, Heartbeat, SessionMessage
+from specpipe.reports import Report
+from specpipe.types import Close, Closed, Extension, Failed, Heartbeat, Open, SessionMessage
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class ModelThread:
 
     def post(self, link: int, message: SessionMessage) -> None:
         """Hand a message to the step loop, which receives it before its next step."""
-        if isinstance(message, Extension):  # what came during a step is to be told from what came after it
+        if isinstance(message, Extension | Open):  # what came during a step is to be told from what came after it
             message = replace(message, arrived_s=time.perf_counter())
         self._mark(link, lambda state: state.inbox.put(message))
 
@@ -208,7 +209,7 @@ class ModelThread:
             raise
         except SpecpipeError as error:
             logger.info("session %d: %s refused: %s", message.session, type(message).__name__, error)
-            if isinstance(message, Extension | Close | Closed):
+            if isinstance(message, Extension | Close | Closed | Report):
                 return
             self.send(
                 number,

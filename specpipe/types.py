@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass, field, replace
 
 from specpipe.errors import ErrorCode
+from specpipe.reports import Report
 
 
 class Mode(enum.Enum):
@@ -96,6 +97,8 @@ class Open:
     trace_context: str = ""  # W3C traceparent; empty: not traced
     adapter: str = ""
     vocab_size: int = 0  # of the target: no id from here on is ever drafted; 0: unknown
+    wants_reports: bool = False  # the worker tells by Reports what it does for this session
+    arrived_s: float | None = field(default=None, compare=False)  # when it reached this process; never on the wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +252,15 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessInfo:
+    """Which process a peer is, as traces and metrics name it."""
+
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """First message each way on a worker stream."""
 
@@ -257,6 +269,7 @@ class Hello:
     model: ModelInfo | None = None  # the worker's; None from a coordinator
     num_slots: int = 0
     max_sessions: int = 0
+    process: ProcessInfo = field(default_factory=ProcessInfo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +285,7 @@ class Batch:
     closes: tuple[Close, ...] = ()
     closed: tuple[Closed, ...] = ()
     heartbeat: Heartbeat | None = None
+    reports: tuple[Report, ...] = ()
 
 
-SessionMessage = Open | Extension | Commit | NeedTokens | Failed | Close | Closed
+SessionMessage = Open | Extension | Commit | NeedTokens | Failed | Close | Closed | Report

@@ -26,6 +26,7 @@ from specpipe import codec
 from specpipe.codec_vocabulary import vocabulary_from_pb
 from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import ErrorCode, ModelMismatchError, SpecpipeError, WorkerUnavailableError
+from specpipe.reports import Report
 from specpipe.server import create_channel, error_from_status, status_errors
 from specpipe.types import Batch, Close, Failed, Heartbeat, Hello, SessionMessage
 from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Timing, WorkerStream, read
@@ -146,14 +147,18 @@ class WorkerLink:
     async def _receive(self, batch: Batch, rejected: list[codec.Rejection]) -> None:
         if batch.heartbeat is not None:
             self.heartbeat = batch.heartbeat
-        if rejected:
-            batch = replace(batch, failures=(*batch.failures, *map(self._reject, rejected)))
+        for rejection in rejected:
+            if (failed := self._reject(rejection)) is not None:
+                batch = replace(batch, failures=(*batch.failures, failed))
         await self._unread.put(batch)
 
-    def _reject(self, rejection: codec.Rejection) -> Failed:
-        """A session whose worker talks nonsense has failed on that worker; the worker is told to end it."""
+    def _reject(self, rejection: codec.Rejection) -> Failed | None:
+        """A session whose worker talks nonsense has failed on that worker; the worker is told to end it. But for a
+        Report, of which no answer depends."""
         self.num_rejected += 1
         logger.warning("worker %s: %s", self.address, rejection.error)
+        if rejection.kind is Report:
+            return None
         self.send(Close(session=rejection.session, reason=str(rejection.error)))
         return Failed(
             session=rejection.session, code=ErrorCode.INTERNAL, message=str(rejection.error), is_retryable=True

@@ -30,6 +30,7 @@ from specpipe.errors import (
 from specpipe.link import messages_of
 from specpipe.model_thread import ModelThread, Send, StepLoop
 from specpipe.process import Lifecycle, lifecycle, serve_until_stopped
+from specpipe.reports import Report
 from specpipe.server import Server, create_server
 from specpipe.types import Batch, Close, Closed, Extension, Failed, Hello, Open
 from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Timing, WorkerStream, read
@@ -205,7 +206,7 @@ class _StreamOfCoordinator:
     def _reject(self, rejection: codec.Rejection) -> None:
         self._service.num_rejected += 1
         logger.warning("%s: %s", self._peer, rejection.error)
-        if rejection.kind is not Extension:
+        if rejection.kind not in (Extension, Report):
             self._fail(rejection.session, ErrorCode.INVALID_ARGUMENT, str(rejection.error))
             self._thread.post(self._link, Close(session=rejection.session, reason="malformed message"))
 

@@ -17,7 +17,7 @@ from specpipe.cli.output import PlainOutput
 from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateRequest
 from specpipe.errors import SpecpipeError
-from specpipe.telemetry import configure_logging
+from specpipe.telemetry.logs import configure_logging
 from specpipe.types import Origin
 
 PROMPT: Final = 'def read_lines(path, encoding="utf-8"):\n    """Return the lines of a text file."""\n'

@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 
 from specpipe.cli.values import as_text, is_list, kind_of, read_value, scalar_of
-from specpipe.telemetry import LogLevel
+from specpipe.config import TelemetryConfig, TraceLevel
+from specpipe.errors import ConfigError
+from specpipe.telemetry.logs import LogLevel
 from specpipe.types import Mode, Rule
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -99,6 +101,40 @@ class ServerFlags:
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None
     parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryFlags:
+    """What a process says about itself, and to whom; see TelemetryConfig."""
+
+    otlp_endpoint: Annotated[
+        str | None, option("Send traces and metrics to this OTLP/gRPC receiver.", metavar="HOST:PORT")
+    ] = None
+    trace_level: Annotated[TraceLevel, option("What is kept of a traced request.  [round]")] = "round"
+    trace_sample: Annotated[float, option("Share of requests traced if the caller has not decided.  [1.0]")] = 1.0
+    trace_content: Annotated[bool, option("Prompts and answers are part of traces.", "--trace-content")] = False
+    metrics_port: Annotated[int | None, option("Serve /metrics to Prometheus here; 0: a free port.")] = None
+
+
+def telemetry_config(flags: TelemetryFlags) -> TelemetryConfig:
+    """Raises ConfigError."""
+    if flags.otlp_endpoint is not None:
+        checked_address("--otlp-endpoint", flags.otlp_endpoint)
+    return TelemetryConfig(
+        otlp_endpoint=flags.otlp_endpoint or "",
+        trace_level=flags.trace_level,
+        trace_sample=flags.trace_sample,
+        has_content=flags.trace_content,
+        metrics_port=flags.metrics_port,
+    )
+
+
+def checked_address(flag: str, address: str) -> str:
+    """Raises ConfigError unless it is HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{flag} needs HOST:PORT, got {address!r}")
+    return address
 
 
 def takes_flags(**groups: type[Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:

@@ -15,17 +15,23 @@ import typer
 
 from specpipe.answers import AnswerEvent
 from specpipe.cli.failure import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
-from specpipe.cli.flags import SamplingFlags, ServiceFlags, SpeculationFlags, option, takes_flags
+from specpipe.cli.flags import (
+    SamplingFlags,
+    ServiceFlags,
+    SpeculationFlags,
+    checked_address,
+    option,
+    takes_flags,
+)
 from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.output import JsonOutput, Output, PlainOutput
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.prompts import requests_of_file, requests_of_texts
-from specpipe.cli.services import checked_address
 from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateClient, GenerateRequest
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.launcher import LocalService, ServiceConfig
-from specpipe.telemetry import LogLevel, configure_logging
+from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 
 MAX_SUBMITTED: Final = 1024  # more at once would overflow a coordinator's queue

@@ -14,14 +14,21 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say_error
-from specpipe.cli.flags import ServiceFlags, SpeculationFlags, option, takes_flags
+from specpipe.cli.flags import (
+    ServiceFlags,
+    SpeculationFlags,
+    TelemetryFlags,
+    option,
+    takes_flags,
+    telemetry_config,
+)
 from specpipe.cli.generate import given
 from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.server import check_port
-from specpipe.telemetry import LogLevel, configure_logging
+from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 
 
@@ -36,23 +43,26 @@ class ServeFlags:
     max_sessions: Annotated[int, option("Requests answered at once; more wait.  [64]")] = 64
     max_batch_tokens: Annotated[int | None, option("Rows of one step at most.  [256]")] = None
     no_prefix_cache: Annotated[bool, option("Compute every prompt anew.", "--no-prefix-cache")] = False
+    http_port: Annotated[int | None, option("Serve the live page here; 0: a free port.")] = None
     grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
     json: Annotated[bool, option("One JSON line when ready.", "--json")] = False
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
 
 
-@takes_flags(own=ServeFlags, service=ServiceFlags, speculation=SpeculationFlags)
-def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags) -> int:
+@takes_flags(own=ServeFlags, service=ServiceFlags, speculation=SpeculationFlags, telemetry=TelemetryFlags)
+def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags, telemetry: TelemetryFlags) -> int:
     """Serve GenerateService. Workers that die are started again."""
     configure_logging(own.log_level)
-    config = service_config(own, service, speculation)
+    config = service_config(own, service, speculation, telemetry)
     check_port(config.host, config.port)  # before models are loaded
     return run_with_signals(
         lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK
     )
 
 
-def service_config(own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags) -> ServiceConfig:
+def service_config(
+    own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags, telemetry: TelemetryFlags
+) -> ServiceConfig:
     """Raises ConfigError for whatever can be seen to be wrong without loading a model."""
     mode = speculation.mode or Mode.PIPELINED
     target, draft = resolve_models(service, is_drafting=mode is not Mode.OFF)
@@ -77,6 +87,8 @@ def service_config(own: ServeFlags, service: ServiceFlags, speculation: Speculat
         grace_s=own.grace,
         is_pinned=not service.no_pin,
         log_level=own.log_level,
+        telemetry=telemetry_config(telemetry),
+        http_port=own.http_port,
     )
     check_device(config.device)
     return config

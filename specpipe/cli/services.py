@@ -14,13 +14,22 @@ from typing import Annotated, Final, Literal, NoReturn
 
 from specpipe import demo
 from specpipe.cli.failure import exit_code_of, say_error
-from specpipe.cli.flags import EngineFlags, ServerFlags, SpeculationFlags, option, takes_flags
+from specpipe.cli.flags import (
+    EngineFlags,
+    ServerFlags,
+    SpeculationFlags,
+    TelemetryFlags,
+    checked_address,
+    option,
+    takes_flags,
+    telemetry_config,
+)
 from specpipe.cli.models import check_device, check_ranks_fit, check_tokenizer_folder, named
 from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
 from specpipe.engine.folder import check_folder
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.process import cores_before_pinning, run_process
-from specpipe.telemetry import configure_logging
+from specpipe.telemetry.logs import configure_logging
 from specpipe.types import Mode, Rule
 
 STDOUT: Final = 1
@@ -42,6 +51,7 @@ class CoordinatorFlags:
     max_sessions: Annotated[int, option("Requests answered at once; more wait.  [256]")] = 256
     max_queue: Annotated[int, option("Requests waiting; more are refused.  [1024]")] = 1024
     served_model_name: Annotated[str, option("Name that clients use.  [the target's folder name]")] = ""
+    http_port: Annotated[int | None, option("Serve the live page here; 0: a free port.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +77,10 @@ class TargetFlags:
     max_prefill_slowdown: Annotated[float, option("A step's time with prefill over without.  [2]")] = 2.0
 
 
-@takes_flags(own=CoordinatorFlags, speculation=SpeculationFlags, server=ServerFlags)
-def coordinator(*, own: CoordinatorFlags, speculation: SpeculationFlags, server: ServerFlags) -> int:
+@takes_flags(own=CoordinatorFlags, speculation=SpeculationFlags, server=ServerFlags, telemetry=TelemetryFlags)
+def coordinator(
+    *, own: CoordinatorFlags, speculation: SpeculationFlags, server: ServerFlags, telemetry: TelemetryFlags
+) -> int:
     """Answer GenerateService with the workers named. Loads no model."""
     configure_logging(server.log_level)
     if not own.target:
@@ -76,6 +88,8 @@ def coordinator(*, own: CoordinatorFlags, speculation: SpeculationFlags, server:
     check_tokenizer_folder(own.tokenizer)
     config = CoordinatorConfig(
         server=server_config(server),
+        telemetry=telemetry_config(telemetry),
+        http_port=own.http_port,
         targets=tuple(checked_address("--target", address) for address in own.target),
         drafts=tuple(checked_address("--draft", address) for address in own.draft),
         tokenizer=own.tokenizer,
@@ -96,12 +110,13 @@ def coordinator(*, own: CoordinatorFlags, speculation: SpeculationFlags, server:
     run_service(main, config.server)
 
 
-@takes_flags(own=DraftFlags, engine=EngineFlags, server=ServerFlags)
-def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags) -> int:
+@takes_flags(own=DraftFlags, engine=EngineFlags, server=ServerFlags, telemetry=TelemetryFlags)
+def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags, telemetry: TelemetryFlags) -> int:
     """Draft for coordinators that connect."""
     configure_logging(server.log_level)
     config = DraftWorkerConfig(
         server=server_config(server),
+        telemetry=telemetry_config(telemetry),
         engine=engine_config(named("--model", own.model, str(demo.draft_folder())), engine),
         max_nodes=own.max_nodes,
         max_depth=own.max_depth,
@@ -115,8 +130,8 @@ def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags) -
     run_service(main, config.server, config.engine)
 
 
-@takes_flags(own=TargetFlags, engine=EngineFlags, server=ServerFlags)
-def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags) -> int:
+@takes_flags(own=TargetFlags, engine=EngineFlags, server=ServerFlags, telemetry=TelemetryFlags)
+def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags, telemetry: TelemetryFlags) -> int:
     """Verify and decode for coordinators that connect."""
     configure_logging(server.log_level)
     engine_configured = engine_config(named("--model", own.model, str(demo.target_folder())), engine)
@@ -124,6 +139,7 @@ def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags)
     check_cores(own.rank_core)
     config = TargetWorkerConfig(
         server=server_config(server),
+        telemetry=telemetry_config(telemetry),
         engine=engine_configured,
         tensor_parallel_size=own.tensor_parallel_size,
         rank_cores=tuple(own.rank_core),
@@ -196,11 +212,3 @@ def check_cores(cores: Sequence[int]) -> None:
     for core in cores:
         if core not in allowed:
             raise ConfigError(f"core {core} is not one of this process's cores: {sorted(allowed)}")
-
-
-def checked_address(flag: str, address: str) -> str:
-    """Raises ConfigError unless it is HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{flag} needs HOST:PORT, got {address!r}")
-    return address

@@ -22,7 +22,7 @@ from typing import Final, Self
 import specpipe
 from specpipe.errors import ConfigError, SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.plan import ProcessSpec
-from specpipe.telemetry import FORWARDED
+from specpipe.telemetry.logs import FORWARDED
 
 START_TIMEOUT_S: Final = 600.0  # a large model from a slow disk
 KILL_AFTER_S: Final = 5.0

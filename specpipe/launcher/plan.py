@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from specpipe.config import EngineConfig, ServerConfig, check_counts, check_k
+from specpipe.config import EngineConfig, ServerConfig, TelemetryConfig, check_counts, check_k
 from specpipe.types import Mode, Rule
 
 COORDINATOR: Final = "coordinator"
@@ -46,6 +46,9 @@ class ServiceConfig:
     grace_s: float = 10.0  # how long SIGTERM lets answers finish
     is_pinned: bool = True  # each model process on a core of its own while there are enough
     log_level: str = "warning"
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)  # metrics_port: the coordinator's; the workers
+    # have those that follow it, targets first (0: a free one each)
+    http_port: int | None = None  # of the live page; 0: a free one
 
     def __post_init__(self) -> None:
         check_counts(
@@ -87,15 +90,17 @@ def plan_workers(config: ServiceConfig, cores: Sequence[int]) -> list[ProcessSpe
     With one core nothing is pinned: it would only tie the workers to the coordinator's.
     """
     free = list(cores) if config.is_pinned and len(cores) > 1 else []
-    specs = []
+    specs: list[ProcessSpec] = []
     for _ in range(config.target_workers):
         taken, free = free[: config.tensor_parallel_size], free[config.tensor_parallel_size :]
         size = ("--tensor-parallel-size", str(config.tensor_parallel_size))
         arguments = _engine_arguments(config, config.target) + size + _core_arguments(taken)
+        arguments += _telemetry_arguments(config.telemetry, 1 + len(specs))
         specs.append(ProcessSpec(role=TARGET_WORKER, arguments=arguments))
     for _ in range(config.num_draft_workers):
         taken, free = free[:1], free[1:]
         arguments = _engine_arguments(config, config.draft) + _core_arguments(taken)
+        arguments += _telemetry_arguments(config.telemetry, 1 + len(specs))
         specs.append(ProcessSpec(role=DRAFT_WORKER, arguments=arguments))
     return specs
 
@@ -113,7 +118,9 @@ def plan_coordinator(config: ServiceConfig, targets: Sequence[str], drafts: Sequ
         port=config.port,
         grace=config.grace_s,
         log_level=config.log_level,
+        http_port=config.http_port,
     )
+    arguments += _telemetry_arguments(config.telemetry, 0)
     for target in targets:
         arguments += ("--target", target)
     for draft in drafts:
@@ -140,6 +147,18 @@ def _engine_arguments(config: ServiceConfig, model: str) -> tuple[str, ...]:
         log_level=config.log_level,
     )
     return flags if config.has_prefix_cache else (*flags, "--no-prefix-cache")
+
+
+def _telemetry_arguments(telemetry: TelemetryConfig, number: int) -> tuple[str, ...]:
+    """`number`: of the process, the coordinator being 0."""
+    first = telemetry.metrics_port
+    flags = _flags(
+        otlp_endpoint=telemetry.otlp_endpoint or None,
+        trace_level=telemetry.trace_level,
+        trace_sample=telemetry.trace_sample,
+        metrics_port=first + number if first else first,
+    )
+    return (*flags, "--trace-content") if telemetry.has_content else flags
 
 
 def _core_arguments(cores: Sequence[int]) -> tuple[str, ...]:

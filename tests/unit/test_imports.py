@@ -10,7 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SERVICES = ("coordinator", "draft_worker", "target_worker")
 SOURCES = sorted(path for package in (*SERVICES, "specpipe") for path in (ROOT / package).rglob("*.py"))
-SEES_PROTOBUF = {"client", "codec", "codec_enums", "codec_vocabulary", "server", "service"} | {
+SEES_PROTOBUF = {
+    "client",
+    "codec",
+    "codec_enums",
+    "codec_reports",
+    "codec_trace",
+    "codec_vocabulary",
+    "server",
+    "service",
+} | {
     "worker_client",
     "worker_service",
     "worker_stream",

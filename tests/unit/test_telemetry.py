@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from specpipe.errors import ConfigError
-from specpipe.telemetry import FORWARDED, configure_logging
+from specpipe.telemetry.logs import FORWARDED, configure_logging
 
 
 @pytest.fixture(autouse=True)

@@ -139,7 +139,7 @@ def follow(mailbox: Mailbox, runner: Any) -> None:
 def main() -> None:
     """`python -m specpipe.engine.parallel.rank --role target-rank FD`: FD is this rank's end of the control socket."""
     from specpipe.process import die_with_parent, set_up_process
-    from specpipe.telemetry import configure_logging
+    from specpipe.telemetry.logs import configure_logging
 
     parent = os.getppid()
     die_with_parent()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specpipe.rpc.v1 import common_pb2 as specpipe_dot_rpc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especpipe/rpc/v1/generate.proto\x12\x0fspecpipe.rpc.v1\x1a\x1cspecpipe/rpc/v1/common.proto\"\x9b\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x35\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x19.specpipe.rpc.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x15.specpipe.rpc.v1.ChatH\x00\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .specpipe.rpc.v1.SamplingOptions\x12\x38\n\x0bspeculation\x18\x07 \x01(\x0b\x32#.specpipe.rpc.v1.SpeculationOptionsB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"6\n\x04\x43hat\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.specpipe.rpc.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa7\x02\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x9e\x01\n\x12SpeculationOptions\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.specpipe.rpc.v1.Mode\x12#\n\x04rule\x18\x02 \x01(\x0e\x32\x15.specpipe.rpc.v1.Rule\x12#\n\x16num_speculative_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x19\n\x17_num_speculative_tokens\"\xa0\x01\n\x10GenerateResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.specpipe.rpc.v1.StartedH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.ChunkH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.specpipe.rpc.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"w\n\x05\x43hunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12(\n\x07origins\x18\x03 \x03(\x0e\x32\x17.specpipe.rpc.v1.Origin\x12\r\n\x05round\x18\x04 \x01(\r\x12\x14\n\x0ctext_lengths\x18\x05 \x03(\r\"\xc8\x01\n\x08\x46inished\x12\x34\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1d.specpipe.rpc.v1.FinishReason\x12%\n\x05usage\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.Usage\x12\'\n\x06timing\x18\x03 \x01(\x0b\x32\x17.specpipe.rpc.v1.Timing\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32!.specpipe.rpc.v1.SpeculationStats\"u\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12!\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_cached_prompt_tokens\"M\n\x06Timing\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08total_ms\x18\x03 \x01(\x01\x42\n\n\x08_tpot_ms\"\xdc\x04\n\x10SpeculationStats\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.specpipe.rpc.v1.Mode\x12#\n\x04rule\x18\x02 \x01(\x0e\x32\x15.specpipe.rpc.v1.Rule\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0fverified_tokens\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x06 \x01(\r\x12#\n\x16mean_acceptance_length\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\x08hit_rate\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x10\n\x08\x64raft_ms\x18\n \x01(\x01\x12\x18\n\x10\x65xposed_draft_ms\x18\x0b \x01(\x01\x12\x17\n\x0fhidden_draft_ms\x18\x0c \x01(\x01\x12\x17\n\x0fwasted_draft_ms\x18\r \x01(\x01\x12\x1b\n\x0etarget_step_ms\x18\x0e \x01(\x01H\x03\x88\x01\x01\x12\x1a\n\rdraft_step_ms\x18\x0f \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0bstep_gap_ms\x18\x10 \x01(\x01H\x05\x88\x01\x01\x12\x18\n\x0blookup_rate\x18\x11 \x01(\x01H\x06\x88\x01\x01\x42\x19\n\x17_mean_acceptance_lengthB\x12\n\x10_acceptance_rateB\x0b\n\t_hit_rateB\x11\n\x0f_target_step_msB\x10\n\x0e_draft_step_msB\x0e\n\x0c_step_gap_msB\x0e\n\x0c_lookup_rate2d\n\x0fGenerateService\x12Q\n\x08Generate\x12 .specpipe.rpc.v1.GenerateRequest\x1a!.specpipe.rpc.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1especpipe/rpc/v1/generate.proto\x12\x0fspecpipe.rpc.v1\x1a\x1cspecpipe/rpc/v1/common.proto\"\xaa\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12\x35\n\x10prompt_token_ids\x18\x04 \x01(\x0b\x32\x19.specpipe.rpc.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x15.specpipe.rpc.v1.ChatH\x00\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .specpipe.rpc.v1.SamplingOptions\x12\x38\n\x0bspeculation\x18\x07 \x01(\x0b\x32#.specpipe.rpc.v1.SpeculationOptions\x12\r\n\x05trace\x18\x08 \x01(\x08\x42\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"6\n\x04\x43hat\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.specpipe.rpc.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xa7\x02\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x03\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x06\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x9e\x01\n\x12SpeculationOptions\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.specpipe.rpc.v1.Mode\x12#\n\x04rule\x18\x02 \x01(\x0e\x32\x15.specpipe.rpc.v1.Rule\x12#\n\x16num_speculative_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x19\n\x17_num_speculative_tokens\"\xa0\x01\n\x10GenerateResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.specpipe.rpc.v1.StartedH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.ChunkH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.specpipe.rpc.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"w\n\x05\x43hunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12(\n\x07origins\x18\x03 \x03(\x0e\x32\x17.specpipe.rpc.v1.Origin\x12\r\n\x05round\x18\x04 \x01(\r\x12\x14\n\x0ctext_lengths\x18\x05 \x03(\r\"\xc8\x01\n\x08\x46inished\x12\x34\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1d.specpipe.rpc.v1.FinishReason\x12%\n\x05usage\x18\x02 \x01(\x0b\x32\x16.specpipe.rpc.v1.Usage\x12\'\n\x06timing\x18\x03 \x01(\x0b\x32\x17.specpipe.rpc.v1.Timing\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32!.specpipe.rpc.v1.SpeculationStats\"u\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12!\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x17\n\x15_cached_prompt_tokens\"M\n\x06Timing\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x08total_ms\x18\x03 \x01(\x01\x42\n\n\x08_tpot_ms\"\xdc\x04\n\x10SpeculationStats\x12#\n\x04mode\x18\x01 \x01(\x0e\x32\x15.specpipe.rpc.v1.Mode\x12#\n\x04rule\x18\x02 \x01(\x0e\x32\x15.specpipe.rpc.v1.Rule\x12\x0e\n\x06rounds\x18\x03 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x04 \x01(\r\x12\x17\n\x0fverified_tokens\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x06 \x01(\r\x12#\n\x16mean_acceptance_length\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0f\x61\x63\x63\x65ptance_rate\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\x08hit_rate\x18\t \x01(\x01H\x02\x88\x01\x01\x12\x10\n\x08\x64raft_ms\x18\n \x01(\x01\x12\x18\n\x10\x65xposed_draft_ms\x18\x0b \x01(\x01\x12\x17\n\x0fhidden_draft_ms\x18\x0c \x01(\x01\x12\x17\n\x0fwasted_draft_ms\x18\r \x01(\x01\x12\x1b\n\x0etarget_step_ms\x18\x0e \x01(\x01H\x03\x88\x01\x01\x12\x1a\n\rdraft_step_ms\x18\x0f \x01(\x01H\x04\x88\x01\x01\x12\x18\n\x0bstep_gap_ms\x18\x10 \x01(\x01H\x05\x88\x01\x01\x12\x18\n\x0blookup_rate\x18\x11 \x01(\x01H\x06\x88\x01\x01\x42\x19\n\x17_mean_acceptance_lengthB\x12\n\x10_acceptance_rateB\x0b\n\t_hit_rateB\x11\n\x0f_target_step_msB\x10\n\x0e_draft_step_msB\x0e\n\x0c_step_gap_msB\x0e\n\x0c_lookup_rate2d\n\x0fGenerateService\x12Q\n\x08Generate\x12 .specpipe.rpc.v1.GenerateRequest\x1a!.specpipe.rpc.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,31 +33,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specpipe.rpc.v1.generate_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=82
-  _globals['_GENERATEREQUEST']._serialized_end=365
-  _globals['_TOKENIDS']._serialized_start=367
-  _globals['_TOKENIDS']._serialized_end=390
-  _globals['_CHAT']._serialized_start=392
-  _globals['_CHAT']._serialized_end=446
-  _globals['_CHATMESSAGE']._serialized_start=448
-  _globals['_CHATMESSAGE']._serialized_end=492
-  _globals['_SAMPLINGOPTIONS']._serialized_start=495
-  _globals['_SAMPLINGOPTIONS']._serialized_end=790
-  _globals['_SPECULATIONOPTIONS']._serialized_start=793
-  _globals['_SPECULATIONOPTIONS']._serialized_end=951
-  _globals['_GENERATERESPONSE']._serialized_start=954
-  _globals['_GENERATERESPONSE']._serialized_end=1114
-  _globals['_STARTED']._serialized_start=1116
-  _globals['_STARTED']._serialized_end=1197
-  _globals['_CHUNK']._serialized_start=1199
-  _globals['_CHUNK']._serialized_end=1318
-  _globals['_FINISHED']._serialized_start=1321
-  _globals['_FINISHED']._serialized_end=1521
-  _globals['_USAGE']._serialized_start=1523
-  _globals['_USAGE']._serialized_end=1640
-  _globals['_TIMING']._serialized_start=1642
-  _globals['_TIMING']._serialized_end=1719
-  _globals['_SPECULATIONSTATS']._serialized_start=1722
-  _globals['_SPECULATIONSTATS']._serialized_end=2326
-  _globals['_GENERATESERVICE']._serialized_start=2328
-  _globals['_GENERATESERVICE']._serialized_end=2428
+  _globals['_GENERATEREQUEST']._serialized_end=380
+  _globals['_TOKENIDS']._serialized_start=382
+  _globals['_TOKENIDS']._serialized_end=405
+  _globals['_CHAT']._serialized_start=407
+  _globals['_CHAT']._serialized_end=461
+  _globals['_CHATMESSAGE']._serialized_start=463
+  _globals['_CHATMESSAGE']._serialized_end=507
+  _globals['_SAMPLINGOPTIONS']._serialized_start=510
+  _globals['_SAMPLINGOPTIONS']._serialized_end=805
+  _globals['_SPECULATIONOPTIONS']._serialized_start=808
+  _globals['_SPECULATIONOPTIONS']._serialized_end=966
+  _globals['_GENERATERESPONSE']._serialized_start=969
+  _globals['_GENERATERESPONSE']._serialized_end=1129
+  _globals['_STARTED']._serialized_start=1131
+  _globals['_STARTED']._serialized_end=1212
+  _globals['_CHUNK']._serialized_start=1214
+  _globals['_CHUNK']._serialized_end=1333
+  _globals['_FINISHED']._serialized_start=1336
+  _globals['_FINISHED']._serialized_end=1536
+  _globals['_USAGE']._serialized_start=1538
+  _globals['_USAGE']._serialized_end=1655
+  _globals['_TIMING']._serialized_start=1657
+  _globals['_TIMING']._serialized_end=1734
+  _globals['_SPECULATIONSTATS']._serialized_start=1737
+  _globals['_SPECULATIONSTATS']._serialized_end=2341
+  _globals['_GENERATESERVICE']._serialized_start=2343
+  _globals['_GENERATESERVICE']._serialized_end=2443
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from specpipe.rpc.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,77 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _StepKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StepKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STEP_KIND_UNSPECIFIED: _StepKind.ValueType  # 0
+    STEP_KIND_PREFILL: _StepKind.ValueType  # 1
+    STEP_KIND_VERIFY: _StepKind.ValueType  # 2
+    STEP_KIND_DRAFT: _StepKind.ValueType  # 3
+
+class StepKind(_StepKind, metaclass=_StepKindEnumTypeWrapper): ...
+
+STEP_KIND_UNSPECIFIED: StepKind.ValueType  # 0
+STEP_KIND_PREFILL: StepKind.ValueType  # 1
+STEP_KIND_VERIFY: StepKind.ValueType  # 2
+STEP_KIND_DRAFT: StepKind.ValueType  # 3
+Global___StepKind: _TypeAlias = StepKind  # noqa: Y015
+
+class _Outcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
+    """No such round, or the first one."""
+    OUTCOME_HIT: _Outcome.ValueType  # 1
+    OUTCOME_LOOKUP: _Outcome.ValueType  # 2
+    """A hit by the target's own lookup alone."""
+    OUTCOME_MISS: _Outcome.ValueType  # 3
+
+class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+
+OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
+"""No such round, or the first one."""
+OUTCOME_HIT: Outcome.ValueType  # 1
+OUTCOME_LOOKUP: Outcome.ValueType  # 2
+"""A hit by the target's own lookup alone."""
+OUTCOME_MISS: Outcome.ValueType  # 3
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
+
+class _SessionEventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionEventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_EVENT_KIND_UNSPECIFIED: _SessionEventKind.ValueType  # 0
+    SESSION_EVENT_KIND_PREEMPTED: _SessionEventKind.ValueType  # 1
+    """Its slots were taken for older sessions; it is computed again later."""
+    SESSION_EVENT_KIND_RESTARTED: _SessionEventKind.ValueType  # 2
+    """A commit left the draft worker's tree."""
+    SESSION_EVENT_KIND_RESYNC: _SessionEventKind.ValueType  # 3
+    """Messages were lost: tokens were asked for."""
+    SESSION_EVENT_KIND_EXHAUSTED: _SessionEventKind.ValueType  # 4
+    """Nothing more will be drafted."""
+
+class SessionEventKind(_SessionEventKind, metaclass=_SessionEventKindEnumTypeWrapper): ...
+
+SESSION_EVENT_KIND_UNSPECIFIED: SessionEventKind.ValueType  # 0
+SESSION_EVENT_KIND_PREEMPTED: SessionEventKind.ValueType  # 1
+"""Its slots were taken for older sessions; it is computed again later."""
+SESSION_EVENT_KIND_RESTARTED: SessionEventKind.ValueType  # 2
+"""A commit left the draft worker's tree."""
+SESSION_EVENT_KIND_RESYNC: SessionEventKind.ValueType  # 3
+"""Messages were lost: tokens were asked for."""
+SESSION_EVENT_KIND_EXHAUSTED: SessionEventKind.ValueType  # 4
+"""Nothing more will be drafted."""
+Global___SessionEventKind: _TypeAlias = SessionEventKind  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -32,6 +104,7 @@ class Hello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     incarnation: _builtins.int
     """Random, drawn when the process starts."""
@@ -41,6 +114,10 @@ class Hello(_message.Message):
     def model(self) -> _common_pb2.ModelInfo:
         """Set by workers."""
 
+    @_builtins.property
+    def process(self) -> Global___ProcessInfo:
+        """Which process this is, as traces and metrics name it."""
+
     def __init__(
         self,
         *,
@@ -49,14 +126,40 @@ class Hello(_message.Message):
         model: _common_pb2.ModelInfo | None = ...,
         num_slots: _builtins.int = ...,
         max_sessions: _builtins.int = ...,
+        process: Global___ProcessInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_sessions", b"max_sessions", "model", b"model", "num_slots", b"num_slots", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_sessions", b"max_sessions", "model", b"model", "num_slots", b"num_slots", "process", b"process", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class ProcessInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    pid: _builtins.int
+    version: _builtins.str
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "pid", b"pid", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessInfo: _TypeAlias = ProcessInfo  # noqa: Y015
 
 @_typing.final
 class Batch(_message.Message):
@@ -73,6 +176,7 @@ class Batch(_message.Message):
     CLOSES_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Open]: ...
@@ -90,6 +194,8 @@ class Batch(_message.Message):
     def closed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Closed]: ...
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @_builtins.property
+    def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]: ...
     def __init__(
         self,
         *,
@@ -102,10 +208,11 @@ class Batch(_message.Message):
         closes: _abc.Iterable[Global___Close] | None = ...,
         closed: _abc.Iterable[Global___Closed] | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        reports: _abc.Iterable[Global___Report] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "closes", b"closes", "commits", b"commits", "extensions", b"extensions", "failures", b"failures", "heartbeat", b"heartbeat", "need_tokens", b"need_tokens", "opens", b"opens", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "closes", b"closes", "commits", b"commits", "extensions", b"extensions", "failures", b"failures", "heartbeat", b"heartbeat", "need_tokens", b"need_tokens", "opens", b"opens", "reports", b"reports", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +234,7 @@ class Open(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    WANTS_REPORTS_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
@@ -138,6 +246,8 @@ class Open(_message.Message):
     adapter: _builtins.str
     vocab_size: _builtins.int
     """Of the target: no id from here on is ever drafted, whatever the draft's own vocabulary. 0: unknown."""
+    wants_reports: _builtins.bool
+    """The worker tells by Reports what it does for this session. Costs both ends a little, so it is asked for."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed tokens."""
@@ -163,10 +273,11 @@ class Open(_message.Message):
         trace_context: _builtins.str = ...,
         adapter: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
+        wants_reports: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "remaining_ms", b"remaining_ms", "sampling", b"sampling", "speculation", b"speculation", "stops", b"stops"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "adapter", b"adapter", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stops", b"stops", "tokens", b"tokens", "trace_context", b"trace_context", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms", "adapter", b"adapter", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stops", b"stops", "tokens", b"tokens", "trace_context", b"trace_context", "vocab_size", b"vocab_size", "wants_reports", b"wants_reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remaining_ms: _TypeAlias = _typing.Literal["remaining_ms"]  # noqa: Y015
     _WhichOneofArgType__remaining_ms: _TypeAlias = _typing.Literal["_remaining_ms", b"_remaining_ms"]  # noqa: Y015
@@ -482,6 +593,153 @@ class Closed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Closed: _TypeAlias = Closed  # noqa: Y015
+
+@_typing.final
+class Report(_message.Message):
+    """What a worker has done for a session since its last Report, where Open asked for it. Comes before the Commit or the
+    Extension that the steps led to. Times are the worker's own, counted from when Open reached it: clocks never travel.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    SINCE_OPEN_MS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NUM_LOST_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    since_open_ms: _builtins.float
+    """When this was said."""
+    num_lost: _builtins.int
+    """Records that had to be dropped."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]: ...
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent]: ...
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        since_open_ms: _builtins.float = ...,
+        steps: _abc.Iterable[Global___StepRecord] | None = ...,
+        events: _abc.Iterable[Global___SessionEvent] | None = ...,
+        num_lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "num_lost", b"num_lost", "session", b"session", "since_open_ms", b"since_open_ms", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class StepRecord(_message.Message):
+    """One step of a worker, as one session saw it. Fields are those of specpipe.reports.StepRecord."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    SINCE_OPEN_MS_FIELD_NUMBER: _builtins.int
+    FORWARD_MS_FIELD_NUMBER: _builtins.int
+    SHARE_MS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    EXPOSED_MS_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_TREE_NODES_FIELD_NUMBER: _builtins.int
+    NUM_VERIFIED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    NUM_COMMITTED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    NUM_LATE_FIELD_NUMBER: _builtins.int
+    NUM_STALE_FIELD_NUMBER: _builtins.int
+    BATCH_SESSIONS_FIELD_NUMBER: _builtins.int
+    BATCH_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_STEPS_FIELD_NUMBER: _builtins.int
+    RANK_MS_FIELD_NUMBER: _builtins.int
+    kind: Global___StepKind.ValueType
+    step: _builtins.int
+    round: _builtins.int
+    base: _builtins.int
+    since_open_ms: _builtins.float
+    forward_ms: _builtins.float
+    share_ms: _builtins.float
+    queue_ms: _builtins.float
+    exposed_ms: _builtins.float
+    num_rows: _builtins.int
+    num_tree_nodes: _builtins.int
+    num_verified: _builtins.int
+    num_accepted: _builtins.int
+    num_committed: _builtins.int
+    outcome: Global___Outcome.ValueType
+    num_late: _builtins.int
+    num_stale: _builtins.int
+    batch_sessions: _builtins.int
+    batch_tokens: _builtins.int
+    @_builtins.property
+    def draft_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def rank_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___StepKind.ValueType = ...,
+        step: _builtins.int = ...,
+        round: _builtins.int = ...,
+        base: _builtins.int = ...,
+        since_open_ms: _builtins.float = ...,
+        forward_ms: _builtins.float = ...,
+        share_ms: _builtins.float = ...,
+        queue_ms: _builtins.float = ...,
+        exposed_ms: _builtins.float = ...,
+        num_rows: _builtins.int = ...,
+        num_tree_nodes: _builtins.int = ...,
+        num_verified: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+        num_committed: _builtins.int = ...,
+        outcome: Global___Outcome.ValueType = ...,
+        num_late: _builtins.int = ...,
+        num_stale: _builtins.int = ...,
+        batch_sessions: _builtins.int = ...,
+        batch_tokens: _builtins.int = ...,
+        draft_steps: _abc.Iterable[_builtins.int] | None = ...,
+        rank_ms: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "batch_sessions", b"batch_sessions", "batch_tokens", b"batch_tokens", "draft_steps", b"draft_steps", "exposed_ms", b"exposed_ms", "forward_ms", b"forward_ms", "kind", b"kind", "num_accepted", b"num_accepted", "num_committed", b"num_committed", "num_late", b"num_late", "num_rows", b"num_rows", "num_stale", b"num_stale", "num_tree_nodes", b"num_tree_nodes", "num_verified", b"num_verified", "outcome", b"outcome", "queue_ms", b"queue_ms", "rank_ms", b"rank_ms", "round", b"round", "share_ms", b"share_ms", "since_open_ms", b"since_open_ms", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRecord: _TypeAlias = StepRecord  # noqa: Y015
+
+@_typing.final
+class SessionEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SINCE_OPEN_MS_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    kind: Global___SessionEventKind.ValueType
+    since_open_ms: _builtins.float
+    base: _builtins.int
+    def __init__(
+        self,
+        *,
+        kind: Global___SessionEventKind.ValueType = ...,
+        since_open_ms: _builtins.float = ...,
+        base: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "kind", b"kind", "since_open_ms", b"since_open_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015
 
 @_typing.final
 class Vocabulary(_message.Message):

@@ -1,4 +1,4 @@
-"""What a process says about itself while it runs: today its log.
+"""The log of a process.
 
 Owns: the one place where logging is set up. Must not know: services, models. Libraries only ever call
 `logging.getLogger`.

@@ -1,0 +1,1 @@
+"""What a process says about itself: its log, its spans, its metrics."""
