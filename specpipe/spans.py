@@ -63,3 +63,12 @@ class Span:
     links: tuple[int, ...] = ()  # span ids of the same trace
     error: str = ""  # empty: it went well
     trace_state: str = ""  # W3C tracestate, as it came
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTrace:
+    """What is known of one request so far."""
+
+    trace_id: int
+    is_complete: bool  # the request has ended and no span is to come
+    spans: tuple[Span, ...] = ()  # by start
