@@ -51,18 +51,29 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     def open(self, tokenization: Tokenization, facts: ServiceFacts) -> None:
         self._tokenization, self._facts = tokenization, facts
 
+    @property
+    def facts(self) -> ServiceFacts | None:
+        """None until `open`."""
+        return self._facts
+
     async def Generate(  # noqa: N802 (the name is the RPC's)
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
-        received_ms = _now_ms()
-        valid = await self._read(question_from_pb(request), received_ms, _deadline_ms(context, received_ms))
-        stream = await self._submit(valid)
+        stream = await self.begin(question_from_pb(request), remaining_s=context.time_remaining())
         _watch_reader(context, stream)
         try:
             async for event in stream:
                 yield event_to_pb(event)
         finally:
             stream.close()
+
+    async def begin(self, question: Question, *, remaining_s: float | None = None) -> AnswerStream:
+        """Check the question and begin to answer it; whoever asks, over gRPC or HTTP. The caller closes the stream.
+
+        Raises what refuses the question, in the sentences that gRPC clients get.
+        """
+        received_ms = _now_ms()
+        return await self._submit(await self._read(question, received_ms, _deadline_ms(remaining_s, received_ms)))
 
     async def _read(self, question: Question, received_ms: float, deadline_ms: float | None) -> Request:
         if self._facts is None:
@@ -98,8 +109,7 @@ def _watch_reader(context: Any, stream: AnswerStream) -> None:
         stream.give_up = task.cancel
 
 
-def _deadline_ms(context: Any, now_ms: float) -> float | None:
-    remaining_s = context.time_remaining()
+def _deadline_ms(remaining_s: float | None, now_ms: float) -> float | None:
     return None if remaining_s is None or remaining_s > MAX_DEADLINE_S else now_ms + 1000 * client_time_s(remaining_s)
 
 
