@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_INVALID = 2
 EXIT_INTERRUPTED = 130
+HTTP_PREFIX = "http="  # of the word in the ready line that says where pages are served
 ORPHAN_GRACE_S = 2.0
 """How long an orphan may take to end by itself."""
 
@@ -61,13 +62,17 @@ class Lifecycle:
         self.hurry.set()
         self.request_stop()
 
-    def announce(self, address: str, companions: Sequence[int] = ()) -> None:
-        """Tell the parent that this process serves on `address` (HOST:PORT), and the pids of its companions."""
+    def announce(self, address: str, companions: Sequence[int] = (), *, http: str = "") -> None:
+        """Tell the parent that this process serves on `address` (HOST:PORT), and the pids of its companions.
+
+        `http` is where it serves pages (HOST:PORT; empty: nowhere). The line is "ADDRESS [http=HOST:PORT] [PID ...]".
+        """
         logger.info("serving on %s", address)
+        words = [address, *([HTTP_PREFIX + http] if http else ()), *map(str, companions)]
         fd = self._config.ready_fd
         if fd is not None:
             with contextlib.suppress(BrokenPipeError):  # the parent is gone: parent_fd says so too
-                os.write(fd, f"{' '.join([address, *map(str, companions)])}\n".encode())
+                os.write(fd, f"{' '.join(words)}\n".encode())
             os.close(fd)
 
     async def unless_stopped(self, work: Awaitable[object]) -> bool:
@@ -112,9 +117,10 @@ async def serve_until_stopped(
     drain: Callable[[], Awaitable[object]],
     failure: asyncio.Future[None] | None = None,
     companions: Sequence[int] = (),
+    http: str = "",
 ) -> int:
     """Announce `address`, wait until told to end, drain. Returns the exit code; raises what `failure` holds."""
-    life.announce(address, companions)
+    life.announce(address, companions, http=http)
     ended = failure if failure is not None else asyncio.get_running_loop().create_future()
     if await life.unless_stopped(asyncio.shield(ended)):
         raise SpecpipeError("the service ended by itself")

@@ -22,6 +22,7 @@ from typing import Final, Self
 import specpipe
 from specpipe.errors import ConfigError, SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.plan import ProcessSpec
+from specpipe.process import HTTP_PREFIX
 from specpipe.telemetry.logs import FORWARDED
 
 START_TIMEOUT_S: Final = 600.0  # a large model from a slow disk
@@ -38,6 +39,7 @@ class ChildProcess:
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
         self.spec = spec
         self.address = ""
+        self.http = ""  # HOST:PORT where it serves pages; empty: nowhere
         self.companions: tuple[int, ...] = ()  # pids of the processes that it started itself
         self._process = process
         self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
@@ -67,7 +69,7 @@ class ChildProcess:
             words = (await asyncio.wait_for(_read_line(ready), START_TIMEOUT_S)).split()
             if not words:
                 raise await child._start_failure()
-            child.address, child.companions = words[0], tuple(map(int, words[1:]))
+            child._hear(words)
         except TimeoutError:
             await child.kill()
             raise WorkerUnavailableError(f"{spec.role} was not ready after {START_TIMEOUT_S:.0f} s") from None
@@ -75,6 +77,12 @@ class ChildProcess:
             await child.kill()
             raise
         return child
+
+    def _hear(self, words: Sequence[str]) -> None:
+        """The ready line: see `specpipe.process.Lifecycle.announce`."""
+        self.address = words[0]
+        self.http = next((word.removeprefix(HTTP_PREFIX) for word in words if word.startswith(HTTP_PREFIX)), "")
+        self.companions = tuple(int(word) for word in words[1:] if word.isdecimal())
 
     async def wait(self) -> int:
         """Returns the exit code (negative: the signal) once the process has ended and its stderr is forwarded."""

@@ -70,6 +70,11 @@ class LocalService:
         os.close(self._life_fd)
 
     @property
+    def http(self) -> str:
+        """HOST:PORT of the live page; empty if there is none."""
+        return self._coordinator.http if self._coordinator else ""
+
+    @property
     def processes(self) -> list[ProcessInfo]:
         children = [self._coordinator, *self._workers] if self._coordinator else self._workers
         return [info for child in children for info in _infos_of(child)]
