@@ -107,6 +107,16 @@ class Coordinator:
         return self._links.pools
 
     @property
+    def num_running(self) -> int:
+        """Requests that hold, or look for, sessions on workers."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
+
+    @property
     def is_ready(self) -> bool:
         """An answer is possible."""
         return not self.is_stopping and self.pools[Kind.TARGET].is_ready

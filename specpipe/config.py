@@ -35,6 +35,12 @@ def check_k(num_speculative_tokens: int | None) -> None:
         )
 
 
+def check_port_number(name: str, port: int | None) -> None:
+    """Raise ConfigError for a port that is given and cannot be one."""
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigError(f"{name} must be in 0..65535, got {port}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where a process listens and how it ends."""
@@ -46,8 +52,7 @@ class ServerConfig:
     parent_fd: int | None = None  # read end of a pipe held by the parent: end-of-file means the parent is gone
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in 0..65535, got {self.port}")
+        check_port_number("port", self.port)
         if not self.grace_s >= 0:
             raise ConfigError(f"grace_s must be at least 0, got {self.grace_s}")
 
@@ -67,8 +72,7 @@ class TelemetryConfig:
             raise ConfigError(f"trace_level must be one of {', '.join(TRACE_LEVELS)}, got {self.trace_level!r}")
         if not 0 <= self.trace_sample <= 1:
             raise ConfigError(f"trace_sample must be from 0 to 1, got {self.trace_sample}")
-        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
-            raise ConfigError(f"metrics_port must be in 0..65535, got {self.metrics_port}")
+        check_port_number("metrics_port", self.metrics_port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,3 +150,4 @@ class CoordinatorConfig:
         check_counts(self, "max_sessions")
         check_counts(self, "max_queue", least=0)
         check_k(self.num_speculative_tokens)
+        check_port_number("http_port", self.http_port)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from specpipe.config import EngineConfig, ServerConfig, TelemetryConfig, check_counts, check_k
+from specpipe.config import EngineConfig, ServerConfig, TelemetryConfig, check_counts, check_k, check_port_number
 from specpipe.types import Mode, Rule
 
 COORDINATOR: Final = "coordinator"
@@ -55,6 +55,7 @@ class ServiceConfig:
             self, "tensor_parallel_size", "draft_workers", "target_workers", "max_sessions", "max_batch_tokens"
         )
         check_k(self.num_speculative_tokens)
+        check_port_number("http_port", self.http_port)
         ServerConfig(host=self.host, port=self.port, grace_s=self.grace_s)  # their checks are ours
         EngineConfig(
             model=self.target,
