@@ -1,15 +1,20 @@
 """What a worker tells about one session's part in its steps, for traces and for the live page.
 
-Owns: the values of a Report. Must not know: spans, clocks, protobuf (`specpipe.codec_reports` translates).
+Owns: the values of a Report. Must not know: spans, clocks, protobuf (`specpipe.codec_reports` translates), how a worker
+comes by them (`specpipe.recording`).
 
 A worker writes down what it did and how long that took, counted from when the session's Open reached it. It never says
 what time it is: the coordinator lays the records of all workers out on its own clock (`coordinator.trace_layout`).
+
+The sums of records are those of the statistics. Of VERIFY records: one a round, with exposed_ms, num_late, num_stale,
+num_verified and num_accepted of that round's RoundStats. Of DRAFT records: the share_ms of all since the last extension
+is what the next extension tells; the last records of a session may be of steps that no extension told of any more.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 MAX_REPORT_RECORDS = 512
 """Records of one Report: beyond it the oldest are dropped and counted."""
@@ -48,7 +53,7 @@ class StepRecord:
     since_open_ms: float = 0.0  # from the arrival of Open to the start of the forward pass
     forward_ms: float = 0.0
     share_ms: float = 0.0  # DRAFT: of forward_ms, by rows
-    queue_ms: float = 0.0  # ready before the step, while others or nothing ran: exposed_ms not included
+    queue_ms: float = 0.0  # before the step: ready since Open, its last step, a wait or (draft) a commit, and not run
     exposed_ms: float = 0.0  # before the step nothing ran, and this session waited for an extension
     num_rows: int = 0  # of this session
     num_tree_nodes: int = 0  # VERIFY: held when the step began; DRAFT: held when it had ended
@@ -61,7 +66,7 @@ class StepRecord:
     batch_sessions: int = 0  # sessions with rows in the step
     batch_tokens: int = 0  # rows of all of them
     draft_steps: tuple[int, ...] = ()  # VERIFY: of which a node was verified, as Commit.verified_draft_steps
-    rank_ms: tuple[float, ...] = ()  # forward time of each rank, rank 0 first; empty with one rank
+    rank_ms: tuple[float, ...] = ()  # work of each rank without its waits for others, rank 0 first; see StepModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +86,32 @@ class Report:
     events: tuple[SessionEvent, ...] = ()
     num_lost: int = 0  # records that had to be dropped
 
+    @classmethod
+    def bounded(
+        cls,
+        *,
+        session: int,
+        since_open_ms: float,
+        steps: tuple[StepRecord, ...],
+        events: tuple[SessionEvent, ...],
+        num_lost: int = 0,
+    ) -> Report:
+        """With the newest records, as many as a Report may hold."""
+        kept_steps, kept_events = steps[-MAX_REPORT_RECORDS:], events[-MAX_REPORT_RECORDS:]
+        return cls(
+            session=session,
+            since_open_ms=since_open_ms,
+            steps=kept_steps,
+            events=kept_events,
+            num_lost=num_lost + len(steps) - len(kept_steps) + len(events) - len(kept_events),
+        )
+
     def merged_with(self, later: Report) -> Report:
         """One report that says what both say, as far as the bound allows."""
-        steps, events = self.steps + later.steps, self.events + later.events
-        kept_steps, kept_events = steps[-MAX_REPORT_RECORDS:], events[-MAX_REPORT_RECORDS:]
-        num_dropped = len(steps) - len(kept_steps) + len(events) - len(kept_events)
-        return replace(
-            later, steps=kept_steps, events=kept_events, num_lost=self.num_lost + later.num_lost + num_dropped
+        return Report.bounded(
+            session=self.session,
+            since_open_ms=later.since_open_ms,
+            steps=self.steps + later.steps,
+            events=self.events + later.events,
+            num_lost=self.num_lost + later.num_lost,
         )

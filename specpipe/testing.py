@@ -42,6 +42,8 @@ class TableModel:
     the last n tokens decide the logits, so that text repeats and probabilities can be counted; None: all tokens do.
     """
 
+    rank_ms: Sequence[float] = ()
+
     def __init__(
         self,
         vocab_size: int = 32,

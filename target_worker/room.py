@@ -26,13 +26,19 @@ class Room:
     all of it when it gives its slots back. Others with the same prefix begin there. A session that fails adds nothing.
     """
 
-    def __init__(self, pool: SlotPool, clear_slots: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        pool: SlotPool,
+        clear_slots: Callable[[Sequence[int]], None],
+        on_preempted: Callable[[Session], None],
+    ) -> None:
         self.running: list[Session] = []  # in order of arrival
         self.queued: list[Session] = []  # in order of arrival
         self.num_preempted = 0
         self._pool = pool
         self._seen_version = pool.version
         self._clear_slots = clear_slots
+        self._on_preempted = on_preempted
 
     @property
     def num_free(self) -> int:
@@ -131,6 +137,7 @@ class Room:
         victim.is_cold = True
         _insert(self.queued, victim)
         self.num_preempted += 1
+        self._on_preempted(victim)
         return victim
 
     def _give_back(self, session: Session, *, is_poisoned: bool) -> None:

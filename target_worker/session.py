@@ -32,6 +32,7 @@ from specpipe.types import (
     Rule,
     StopRules,
 )
+from target_worker.recording import RoundRecorder
 from target_worker.verification import Walk, first_child, has_verified_child, walk
 from target_worker.waiting import DraftWatch
 
@@ -80,6 +81,8 @@ class Session:
         self.stops = _bounded(opened.stops, limits.info.max_context)
         self.deadline = math.inf if opened.remaining_ms is None else now + opened.remaining_ms / 1e3
         self.ready_since = now
+        self.decided_s: float | None = None  # when its tokens became final; None: an extension has come since
+        self.recorder = RoundRecorder(opened.session, now) if opened.wants_reports else None
         self.is_cold = True  # its rows were never seen to be free of NaN
         self.stats = RoundStats()
         self.watch = DraftWatch(opened.speculation.mode)
@@ -142,16 +145,24 @@ class Session:
         """Drafted tokens that a round of all that is known now would add, as estimated."""
         return sum(node.reach for node in self.tree.nodes() if node.depth <= self.max_depth)
 
-    def graft(self, extension: Extension) -> None:
-        """Take a hint. One that is malformed, ahead, or off the committed path is counted as stale and dropped."""
+    def become_ready(self, now: float) -> None:
+        """Until now it was not to be run."""
+        self.ready_since = now
+        if self.recorder is not None:
+            self.recorder.become_ready(now)
+
+    def graft(self, extension: Extension) -> GraftOutcome | None:
+        """Take a hint. One that is malformed, ahead, or off the committed path is counted as stale and dropped.
+        None: the session has no use for any."""
         if self.phase is Phase.FINISHED or self.mode is Mode.OFF:
-            return
+            return None
         try:
             outcome = self._graft(extension)
         except InvalidRequestError:
             self.stats += RoundStats(num_stale=1)
-        else:
-            self.watch.on_extension(extension, outcome)
+            return GraftOutcome.STALE
+        self.watch.on_extension(extension, outcome)
+        return outcome
 
     def draft_ngram(self) -> None:
         """Let the session's own lookup propose, once a base. Under the rejection rule, where the first draw at a node

@@ -38,6 +38,11 @@ class SessionStep:
         return 1 + len(self.nodes) if self.decodes else 0
 
     @property
+    def num_prefill(self) -> int:
+        """Committed rows, if the session does not decode yet."""
+        return self.num_committed if self.session.num_pending > 1 else 0
+
+    @property
     def load(self) -> Load:
         length = self.session.num_computed + self.num_committed
         seen = self.num_committed * self.session.num_computed + self.num_committed * (self.num_committed + 1) // 2

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,11 @@ from specpipe.config import TargetWorkerConfig
 from specpipe.engine.interface import StepModel
 from specpipe.engine.slots import create_pool
 from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateRequestError, SpecpipeError
+from specpipe.recording import StepRun
+from specpipe.reports import SessionEventKind
 from specpipe.step_costs import StepCosts
+from specpipe.telemetry.observer import NULL_OBSERVER, ExtensionOutcome, IdleCause, StepObserver
+from specpipe.tree import GraftOutcome
 from specpipe.types import (
     Close,
     Closed,
@@ -35,16 +40,23 @@ from specpipe.types import (
     RoundStats,
     SessionMessage,
 )
+from target_worker.planner import Planner
 from target_worker.room import Room
-from target_worker.scheduler import MIN_CHUNK, chunk_sizes, next_budget, select_nodes
+from target_worker.scheduler import next_budget
 from target_worker.session import Limits, Phase, Session, check_open
 from target_worker.step import SessionStep, create_batch, nan_slots, total_load
-from target_worker.waiting import ExtensionTimes, Pace
+from target_worker.waits import Waits
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[int, SessionMessage], None]
 _REMEMBERED = 4096  # ended sessions whose crossing Close is not answered a second time
+_OUTCOMES: Final[dict[GraftOutcome, ExtensionOutcome]] = {
+    GraftOutcome.GRAFTED: "grafted",
+    GraftOutcome.LATE: "late",
+    GraftOutcome.STALE: "stale",
+    GraftOutcome.AHEAD: "stale",
+}
 
 
 class TargetLoop:
@@ -61,20 +73,23 @@ class TargetLoop:
         send: Send,
         clock: Callable[[], float] = time.perf_counter,
         costs: StepCosts | None = None,
+        observer: StepObserver = NULL_OBSERVER,
     ) -> None:
         self._model = model
         self._config = config
         self._send = send
-        self._commits: list[tuple[int, Commit]] = []  # of the last step, said once the next one is about to run
+        # What the last step led to, said once the next one is about to run: a commit, or only a report.
+        self._unsaid: list[tuple[Session, Commit | None]] = []
         self._clock = clock
+        self._observer = observer
         self._costs = costs or StepCosts(config.engine.max_batch_tokens)
         self._limits = Limits(info=model.info, num_slots=model.num_slots, max_nodes=config.max_nodes)
         pool = create_pool(config.engine, model.num_slots)
         self.sharing = pool.sharing  # what prefix sharing has done so far
-        self._room = Room(pool, model.clear_slots)
+        self._room = Room(pool, model.clear_slots, self._note_preempted)
         self._calibrator = Calibrator()
-        self._times = ExtensionTimes()
-        self._pace = Pace()
+        self._waits = Waits(self._costs)
+        self._planner = Planner(config, self._costs, self._room)
         self._sessions: dict[tuple[int, int], Session] = {}  # by link and session id
         self._ended: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._paused: set[int] = set()
@@ -83,7 +98,6 @@ class TargetLoop:
         self._step_started: float | None = None
         self._last_end: float | None = None  # end of the last step
         self._is_back_to_back = False  # nothing but our own work lies between the last step and now
-        self._exposed: tuple[float, list[Session]] | None = None  # since when nothing runs, and who waits
 
     # Messages, taken between steps.
 
@@ -102,7 +116,7 @@ class TargetLoop:
 
     def link_lost(self, link: int) -> None:
         """A stream ended: so do its sessions, without a word."""
-        self._commits = [(to, commit) for to, commit in self._commits if to != link]
+        self._unsaid = [(session, commit) for session, commit in self._unsaid if session.link != link]
         for session in [session for session in self._sessions.values() if session.link == link]:
             self._forget(session)
         self._paused.discard(link)
@@ -115,7 +129,7 @@ class TargetLoop:
         self._paused.discard(link)
         for session in self._sessions.values():
             if session.link == link:
-                session.ready_since = self._clock()
+                session.become_ready(self._clock())
 
     def heartbeat(self) -> Heartbeat:
         started = self._step_started
@@ -153,48 +167,57 @@ class TargetLoop:
             serial=self._num_opened,
             limits=self._limits,
             calibrator=self._calibrator,
-            now=self._clock(),
+            now=self._clock() if opened.arrived_s is None else opened.arrived_s,
         )
 
     def _close(self, link: int, close: Close, session: Session | None) -> None:
         if session is not None:
             self._forget(session)
-            self._say(link, Closed(session=close.session, length=len(session.tokens)))
+            self._say_last(session)
         elif (link, close.session) not in self._ended:
             self._say(link, Closed(session=close.session, length=0))
 
     def _graft(self, session: Session, extension: Extension) -> None:
-        session.graft(extension)
-        if session.has_draft:
-            self._note_time(session, self._clock() if extension.arrived_s is None else extension.arrived_s)
-        if session.watch.wait_until is not None and (session.has_draft or session.watch.is_exhausted):
-            self._end_wait(session, self._clock(), has_come=True)
+        now = self._clock()
+        arrived_s = now if extension.arrived_s is None else extension.arrived_s
+        outcome = session.graft(extension)
+        if outcome is None:
+            return
+        num_nodes, lag_s = len(extension.tokens), None
+        if outcome is GraftOutcome.GRAFTED and num_nodes and session.decided_s is not None:
+            lag_s, session.decided_s = max(0.0, arrived_s - session.decided_s), None
+        self._observer.extension(_OUTCOMES[outcome], num_nodes=num_nodes, lag_s=lag_s)
+        self._waits.on_extension(session, now, arrived_s=arrived_s)
 
     def _resync(self, session: Session, need: NeedTokens) -> None:
         try:
-            self._say(session.link, session.resync(need.have))
+            commit = session.resync(need.have)
         except SpecpipeError as error:
             self._fail(session, error)
+            return
+        self._note(session, SessionEventKind.RESYNC)
+        self._say(session.link, commit)
 
     # One step.
 
     def run_once(self) -> float | None:
         """Run one step if there is work. Returns seconds to wait for messages; 0.0: none; None: until one comes."""
         now = self._clock()
-        self._end_exposure(now)
+        self._waits.end_exposure(now)
         self._expire(now)
         self._room.admit(self._paused)
         runnable = [session for session in self._room.running if session.link not in self._paused]
-        waiting = [session for session in runnable if self._waits(session, now, is_sole=len(runnable) == 1)]
+        waiting = [session for session in runnable if self._waits.sits_out(session, now, is_sole=len(runnable) == 1)]
         ready = [session for session in runnable if session not in waiting]
-        steps = self._plan(ready) if ready else []
+        steps = self._planner.plan(ready) if ready else []
         if steps:
             self._run(steps)
             return 0.0
         self._flush()
         self._is_back_to_back = False
         if waiting:
-            self._exposed = (now, waiting)
+            self._waits.begin_exposure(waiting, now)
+        self._observer.idle("extension" if waiting else self._idle_cause())
         return self._time_to_next(waiting, now)
 
     def check(self) -> None:
@@ -206,52 +229,6 @@ class TargetLoop:
             if bool(held) is (session.phase is Phase.FINISHED):
                 raise AssertionError(f"session {session.session}: {session.phase} and {len(session.slots)} slots")
 
-    def _plan(self, ready: list[Session]) -> list[SessionStep]:
-        """What the next step does for whom; every node named holds a slot."""
-        max_rows = self._config.engine.max_batch_tokens
-        prefilling = [session for session in ready if session.num_pending > 1]
-        decode_rows = max_rows - min(MIN_CHUNK, max_rows // 2) if prefilling else max_rows
-        steps = self._plan_decoding([session for session in ready if session.num_pending == 1], decode_rows)
-        prefilling = [session for session in prefilling if session.phase is Phase.RUNNING]
-        self._choose_nodes(steps, steps, decode_rows)
-        load = total_load(steps)
-        sizes = chunk_sizes(
-            [(session.num_pending, session.num_computed) for session in prefilling],
-            load,
-            self._costs,
-            max_rows=max_rows - load.rows,
-            max_slowdown=self._config.max_prefill_slowdown,
-        )
-        chunks = [SessionStep(session, size) for session, size in zip(prefilling, sizes, strict=True) if size > 0]
-        self._choose_nodes([chunk for chunk in chunks if chunk.decodes], [*steps, *chunks], max_rows)
-        return steps + chunks
-
-    def _plan_decoding(self, sessions: list[Session], max_rows: int) -> list[SessionStep]:
-        """One decode row each, those that ran longest ago first where there are more sessions than rows."""
-        chosen = sorted(sessions, key=lambda session: (session.last_step, session.serial))[: max(1, max_rows)]
-        for session in sorted(chosen, key=lambda session: session.serial):
-            if session.phase is Phase.RUNNING:
-                self._room.grow(session)
-        return [SessionStep(session, 1) for session in chosen if session.phase is Phase.RUNNING]
-
-    def _choose_nodes(self, steps: list[SessionStep], all_steps: list[SessionStep], max_rows: int) -> None:
-        """Add the nodes worth verifying to `steps`, beside all that is planned, and lend them slots."""
-        if not steps:
-            return
-        for step in steps:
-            step.session.draft_ngram()
-        load = total_load(all_steps)
-        chosen = select_nodes(
-            [step.candidate() for step in steps],
-            load,
-            self._costs,
-            max_nodes=max(0, min(max_rows - load.rows, self._room.num_free)),
-            max_slowdown=self._config.max_shared_slowdown if len(all_steps) > 1 else None,
-        )
-        for step, nodes in zip(steps, chosen, strict=True):
-            self._room.lend(nodes)
-            step.nodes = nodes
-
     def _run(self, steps: list[SessionStep]) -> None:
         load = total_load(steps)
         batch = create_batch(steps)
@@ -261,29 +238,52 @@ class TargetLoop:
         logits = self._model.forward(batch)
         end = self._clock()
         self._step_started = None
-        step_ms = (end - start) * 1e3
-        self._costs.observe(load.rows, load.attended, step_ms)
+        run = StepRun(
+            number=self._step,
+            start_s=start,
+            end_s=end,
+            num_sessions=len(steps),
+            num_rows=load.rows,
+            rank_ms=self._model.rank_ms,
+        )
+        self._costs.observe(load.rows, load.attended, run.ms)
         if self._is_back_to_back and self._last_end is not None:
             self._costs.observe_gap((start - self._last_end) * 1e3)
-        self._finish(steps, logits, start, step_ms)
+        self._observe(steps, run)
+        self._finish(steps, logits, run)
         self._last_end, self._is_back_to_back = end, True
 
-    def _finish(self, steps: list[SessionStep], logits: npt.NDArray[np.float32], start: float, step_ms: float) -> None:
+    def _observe(self, steps: list[SessionStep], run: StepRun) -> None:
+        self._observer.step(
+            run.end_s - run.start_s,
+            num_sessions=run.num_sessions,
+            num_rows=run.num_rows,
+            num_prefill_rows=sum(step.num_prefill for step in steps),
+            num_nodes=sum(len(step.nodes) for step in steps),
+        )
+
+    def _finish(self, steps: list[SessionStep], logits: npt.NDArray[np.float32], run: StepRun) -> None:
         """Hand each session its part of the step's logits, in the order of the batch."""
         first_row = 0
         for step in steps:
             if step.decodes:
                 part = logits[first_row : first_row + step.num_wanted]
                 first_row += step.num_wanted
-                self._decide(step, part, start, step_ms, num_sessions=len(steps))
+                self._decide(step, part, run)
             else:
-                step.session.num_computed += step.num_committed
-                step.session.stats += RoundStats(step_ms=step_ms, num_steps=1)
+                self._go_on(step, run)
             step.session.last_step = self._step
 
-    def _decide(
-        self, step: SessionStep, logits: npt.NDArray[np.float32], start: float, step_ms: float, *, num_sessions: int
-    ) -> None:
+    def _go_on(self, step: SessionStep, run: StepRun) -> None:
+        """A part of the text is computed, and more is to come."""
+        session = step.session
+        session.num_computed += step.num_committed
+        session.stats += RoundStats(step_ms=run.ms, num_steps=1)
+        if session.recorder is not None:
+            session.recorder.add_prefill(run, base=len(session.tokens), num_rows=step.num_committed)
+            self._unsaid.append((session, None))
+
+    def _decide(self, step: SessionStep, logits: npt.NDArray[np.float32], run: StepRun) -> None:
         """Walk, commit, say so. A row that cannot be decided ends its session and no other."""
         session = step.session
         rows = {node: 1 + i for i, node in enumerate(step.nodes)}
@@ -294,18 +294,22 @@ class TargetLoop:
             self._room.take_back(step.nodes, (), poisoned=poisoned)
             self._fail(session, error, is_poisoned=True)
             return
-        if num_sessions == 1:
-            self._observe_pace(session, len(result.tokens), start, step_ms)
-        was_cold = session.is_cold
-        commit = session.commit(result, rows, step_ms=step_ms, gap_ms=self._gap_ms(session, start))
-        self._pace.observe_guesses(*session.last_guesses)
+        round_ms = self._round_ms(session, run)
+        was_cold, num_tree_nodes = session.is_cold, session.tree.num_nodes
+        commit = session.commit(result, rows, step_ms=run.ms, gap_ms=self._gap_ms(session, run.start_s))
+        session.decided_s = run.end_s
+        if session.recorder is not None:
+            session.recorder.add_round(run, commit, num_rows=step.load.rows, num_tree_nodes=num_tree_nodes)
+        self._waits.on_round(session, commit, round_ms)
         self._room.take_back(step.nodes, result.path, poisoned=poisoned)
+        if was_cold:
+            self._observer.prefix(num_cached=session.num_shared, num_computed=commit.base - session.num_shared)
         if result.finish_reason is not None:
             session.phase = Phase.FINISHED
             self._room.leave(session)
         elif was_cold:
             self._room.remember(session)
-        self._commits.append((session.link, replace(commit, next_budget=self._budget(session))))
+        self._unsaid.append((session, replace(commit, next_budget=self._budget(session))))
 
     def _budget(self, session: Session) -> int:
         if session.mode is not Mode.PIPELINED:
@@ -317,55 +321,20 @@ class TargetLoop:
         since = session.ready_since if self._last_end is None else max(session.ready_since, self._last_end)
         return max(0.0, start - since) * 1e3
 
-    def _observe_pace(self, session: Session, num_tokens: int, start: float, step_ms: float) -> None:
-        """Its round began where the last step ended, if that was its own: waits count, idle time before it does not."""
-        if session.round > 0 and session.last_step == self._step - 1 and self._last_end is not None:
-            self._pace.observe(num_tokens, (start - self._last_end) * 1e3 + step_ms)
+    def _round_ms(self, session: Session, run: StepRun) -> float | None:
+        """How long the round took since the last step, if both were of this session alone: waits count, and idle time
+        before it does not."""
+        is_own = run.num_sessions == 1 and session.round > 0 and session.last_step == self._step - 1
+        return (run.end_s - self._last_end) * 1e3 if is_own and self._last_end is not None else None
 
     # Waiting, ending.
 
-    def _waits(self, session: Session, now: float, *, is_sole: bool) -> bool:
-        """Whether a session sits out this step for the extension that it lacks."""
-        watch = session.watch
-        if watch.wait_until is not None:
-            if now < watch.wait_until and (is_sole or session.mode is Mode.SYNC):
-                return True
-            self._end_wait(session, now, has_come=False)
-            return False
-        if session.num_pending > 1 or session.has_draft or not watch.may_wait():
-            return False
-        session.draft_ngram()
-        watch.on_miss(now)
-        limit_ms = self._wait_limit_ms(session, is_sole=is_sole)
-        if limit_ms > 0:
-            watch.begin(now, limit_ms)
-        return limit_ms > 0
-
-    def _wait_limit_ms(self, session: Session, *, is_sole: bool) -> float:
-        if session.mode is Mode.SYNC:
-            return session.watch.sync_limit_ms()
-        if not is_sole:
-            return 0.0
-        plain_ms = self._costs.estimate(1, len(session.tokens)) + self._costs.gap_ms
-        return self._times.limit_ms(self._pace.worth_ms(plain_ms, 1.0 + session.expected_accepted))
-
-    def _note_time(self, session: Session, came_at: float | None) -> None:
-        """A draft came, or (None) the next commit was there before it: record how long after the last one."""
-        time_ms = session.watch.take_miss_ms(came_at)
-        if time_ms is not None:
-            self._times.observe(time_ms)
-
-    def _end_wait(self, session: Session, now: float, *, has_come: bool) -> None:
-        session.watch.end(has_come=has_come)
-        session.ready_since = now
-
-    def _end_exposure(self, now: float) -> None:
-        """Nothing ran since the last call: that time was exposed draft time of those who waited."""
-        if self._exposed is not None:
-            since, sessions = self._exposed
-            self._exposed = None
-            for session in sessions:
-                session.stats += RoundStats(exposed_ms=(now - since) * 1e3)
+    def _idle_cause(self) -> IdleCause:
+        """Why nothing runs, though nobody waits for an extension."""
+        open_ones = [session for session in self._sessions.values() if session.phase is not Phase.FINISHED]
+        if not open_ones:
+            return "no sessions"
+        return "paused" if all(session.link in self._paused for session in open_ones) else "slots"
 
     def _time_to_next(self, waiting: Iterable[Session], now: float) -> float | None:
         """Seconds until a wait or a deadline ends."""
@@ -375,27 +344,50 @@ class TargetLoop:
         return None if math.isinf(earliest) else max(0.0, earliest - now)
 
     def _expire(self, now: float) -> None:
-        expired = [s for s in self._sessions.values() if now >= s.deadline and s.phase is not Phase.FINISHED]
-        for session in expired:
-            self._fail(
-                session, DeadlineExceededError(f"session {session.session}: its time ran out on the target worker")
-            )
+        for session in [s for s in self._sessions.values() if now >= s.deadline and s.phase is not Phase.FINISHED]:
+            error = DeadlineExceededError(f"session {session.session}: its time ran out on the target worker")
+            self._fail(session, error)
 
     def _say(self, link: int, message: SessionMessage) -> None:
         self._flush()
         self._send(link, message)
 
     def _flush(self) -> None:
-        """Say what the last step committed: not sooner, since the event loop would work while the next is planned."""
-        for link, commit in self._commits:
-            self._send(link, commit)
-        self._commits.clear()
+        """Say what the last step led to: not sooner, since the event loop would work while the next is planned."""
+        for session, commit in self._unsaid:
+            self._report(session)
+            if commit is not None:
+                self._send(session.link, commit)
+        self._unsaid.clear()
+
+    def _report(self, session: Session) -> None:
+        """Tell what was written down for a session. Never after what it led to."""
+        report = None if session.recorder is None else session.recorder.take(self._clock())
+        if report is not None:
+            self._send(session.link, report)
+
+    def _note(self, session: Session, kind: SessionEventKind) -> None:
+        if session.recorder is not None:
+            session.recorder.add_event(kind, self._clock(), base=len(session.tokens))
+            self._unsaid.append((session, None))
+
+    def _note_preempted(self, session: Session) -> None:
+        logger.info("session %d gives its KV slots to older ones", session.session)
+        self._observer.preempted()
+        self._note(session, SessionEventKind.PREEMPTED)
 
     def _fail(self, session: Session, error: SpecpipeError, *, is_poisoned: bool = False) -> None:
         logger.info("session %d failed: %s", session.session, error)
         self._forget(session, is_poisoned=is_poisoned)
-        self._say(session.link, _failed(session.session, error))
-        self._say(session.link, Closed(session=session.session, length=len(session.tokens)))
+        self._say_last(session, _failed(session.session, error))
+
+    def _say_last(self, session: Session, failed: Failed | None = None) -> None:
+        """A session has ended: what was done for it, why it failed, and that nothing follows."""
+        self._flush()
+        self._report(session)
+        if failed is not None:
+            self._send(session.link, failed)
+        self._send(session.link, Closed(session=session.session, length=len(session.tokens)))
 
     def _forget(self, session: Session, *, is_poisoned: bool = False) -> None:
         self._room.leave(session, is_poisoned=is_poisoned)

@@ -58,6 +58,12 @@ class StepModel(Protocol):
     info: ModelInfo
     num_slots: int  # slot 0 is scratch for padding and never named by a batch
 
+    @property
+    def rank_ms(self) -> Sequence[float]:
+        """How long each tensor-parallel rank worked on the last forward pass, rank 0 first, without its waits for the
+        others. Empty where that is not measured: with one rank, or ranks that share no memory."""
+        ...
+
     def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """Compute all rows, write their K and V, and return logits of the rows that want them.
 

@@ -25,6 +25,8 @@ _CPU_GROUP_BYTES = 256 * 1024  # gathered keys and values of one attention call 
 class ModelRunner:
     """Implements specpipe.engine.interface.StepModel for a transformers model. Called from one thread only."""
 
+    rank_ms: Sequence[float] = ()
+
     def __init__(self, model: PreparedModel, info: ModelInfo, *, num_slots: int) -> None:
         self.info = info
         self.num_slots = num_slots

@@ -69,6 +69,7 @@ class GatedModel:
         self._gate = gate
         self.info = model.info
         self.num_slots = model.num_slots
+        self.rank_ms = model.rank_ms
         self.num_steps = 0
         self.delay_s = 0.0
 

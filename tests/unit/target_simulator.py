@@ -55,6 +55,7 @@ class TimedModel:
         self.table = table
         self.info = table.info
         self.num_slots = table.num_slots
+        self.rank_ms: Sequence[float] = ()
         self.rows_of_steps: list[int] = []
         self.sessions_of_steps: list[list[int]] = []
         self._clock = clock

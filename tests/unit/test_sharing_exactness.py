@@ -43,6 +43,7 @@ class Worker:
         engine = EngineConfig(model="tiny", max_batch_tokens=32, has_prefix_cache=has_prefix_cache)
         ticks = itertools.count()
         self.info, self.num_slots, self.clear_slots = model.info, model.num_slots, model.clear_slots
+        self.rank_ms = model.rank_ms
         self.loop = TargetLoop(self, TargetWorkerConfig(engine=engine), self._take, lambda: next(ticks) * 1e-4)
 
     def forward(self, batch: StepBatch) -> object:

@@ -147,7 +147,7 @@ class RankGroup:
         collective = Collective(store, 0, self.size, rank_device(self._engine, 0), self._shared)
         runner = create_rank_runner(loaded, self._engine, collective)
         self._wait_for(Kind.READY)
-        return ParallelModel(runner, self)
+        return ParallelModel(runner, self, self._shared)
 
     def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
         """Tell all other ranks. Raises WorkerUnavailableError if one is gone."""

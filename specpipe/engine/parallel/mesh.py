@@ -13,10 +13,15 @@ from dataclasses import dataclass
 # What is larger takes several rounds; pages that are never written cost nothing.
 AREA_BYTES = 16 << 20  # for one rank's part of a sum
 MATRIX_BYTES = 64 << 20  # for logits, to which every rank writes its columns
+TIME_BYTES = 8  # for how long one rank has worked on a step: a float64
 
 
 def size_bytes(size: int) -> int:
-    """Two areas for each rank, then two matrices."""
+    """Two areas for each rank, then two matrices, then a time for each rank."""
+    return times_start(size) + size * TIME_BYTES
+
+
+def times_start(size: int) -> int:
     return 2 * size * AREA_BYTES + 2 * MATRIX_BYTES
 
 

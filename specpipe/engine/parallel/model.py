@@ -25,14 +25,25 @@ class Audience(Protocol):
         ...
 
 
+class Stopwatch(Protocol):
+    """Knows how long each rank works on a step; see SharedMemory."""
+
+    def begin_step(self) -> None: ...
+
+    def end_step(self) -> list[float]: ...
+
+
 class ParallelModel:
     """Implements specpipe.engine.interface.StepModel over a group of ranks. Called from one thread only."""
 
-    def __init__(self, runner: ModelRunner, audience: Audience) -> None:
+    def __init__(self, runner: ModelRunner, audience: Audience, stopwatch: Stopwatch | None = None) -> None:
+        """Without a `stopwatch`, what each rank worked is not measured."""
+        self.rank_ms: Sequence[float] = ()
         self.info = runner.info
         self.num_slots = runner.num_slots
         self._runner = runner
         self._audience = audience
+        self._stopwatch = stopwatch
         self._encoder = Encoder()
         self._step = 0
 
@@ -41,10 +52,15 @@ class ParallelModel:
 
         Raises WorkerUnavailableError if a rank is gone or does not answer: the group is then of no more use.
         """
+        if self._stopwatch is not None:
+            self._stopwatch.begin_step()
         arrays = self._runner.prepare(batch)
         self._step += 1
         self._audience.send(Kind.STEP, self._step, self._encoder.encode(batch))
-        return self._runner.run(arrays)
+        logits = self._runner.run(arrays)
+        if self._stopwatch is not None:
+            self.rank_ms = self._stopwatch.end_step()
+        return logits
 
     def clear_slots(self, slots: Sequence[int]) -> None:
         """See StepModel.clear_slots."""

@@ -117,11 +117,12 @@ def run(mailbox: Mailbox, hello: RankHello) -> None:
         runner = create_rank_runner(loaded, config, collective)
         mailbox.is_running = True
         mailbox.channel.send(Kind.READY)
-        follow(mailbox, runner)
+        follow(mailbox, runner, shared.begin_step if shared else None)
 
 
-def follow(mailbox: Mailbox, runner: Any) -> None:
-    """Run announced steps, in order, for ever. Raises InvariantError if one is missing."""
+def follow(mailbox: Mailbox, runner: Any, begin_step: Callable[[], None] | None = None) -> None:
+    """Run announced steps, in order, for ever. Raises InvariantError if one is missing. `begin_step` is called as the
+    work on one begins."""
     from specpipe.engine.parallel.announce import Decoder, decode_slots
 
     decoder = Decoder()
@@ -132,6 +133,8 @@ def follow(mailbox: Mailbox, runner: Any) -> None:
             continue
         if frame.number != mailbox.num_steps + 1:
             raise InvariantError(f"step {frame.number} was announced after step {mailbox.num_steps}")
+        if begin_step is not None:
+            begin_step()
         runner.take_part(runner.prepare(decoder.decode(frame.payload)))
         mailbox.num_steps = frame.number
 

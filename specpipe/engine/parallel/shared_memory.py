@@ -9,6 +9,9 @@ parts in the same order, so that all hold the same bits.
 Each rank writes its part to a place of its own and then tells the others. There are two places, used in turn: who has
 been told of collective n + 1 knows that its peers have read n, so the place of n is free again for n + 2. What lies
 there may be used until one's own next call, which is what tells the others.
+
+Before a rank tells the others it writes down how long it has worked on the step, without its waits. So when rank 0
+leaves the last collective of a step, it finds the times of all, with no message and no wait of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import mmap
 import os
 import socket
 import struct
+import time
 
 import torch
 
-from specpipe.engine.parallel.mesh import AREA_BYTES, MATRIX_BYTES, MeshEnd, size_bytes
+from specpipe.engine.parallel.mesh import AREA_BYTES, MATRIX_BYTES, MeshEnd, size_bytes, times_start
 from specpipe.errors import WorkerUnavailableError
 
 PREPARING_TIMEOUT_S = 600.0  # ranks pack their weights at their own pace
@@ -38,6 +42,9 @@ class SharedMemory:
         self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         self._turn = 0
+        self._worked_s = memoryview(self._memory)[times_start(size) : size_bytes(size)].cast("d")  # by rank
+        self._step_began_s = 0.0
+        self._waited_s = 0.0  # for others, in this step
         self.limit_time(PREPARING_TIMEOUT_S)
 
     def limit_time(self, timeout_s: float) -> None:
@@ -80,6 +87,16 @@ class SharedMemory:
                 rows.copy_(joined)
         return result
 
+    def begin_step(self) -> None:
+        """This rank's work on a step begins now."""
+        self._step_began_s, self._waited_s = time.perf_counter(), 0.0
+
+    def end_step(self) -> list[float]:
+        """Milliseconds that each rank has worked on the step: this one until now, the others until they told of their
+        part in its last collective. Waits for one another are left out."""
+        self._note_work(time.perf_counter())
+        return [seconds * 1e3 for seconds in self._worked_s]
+
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
@@ -112,11 +129,17 @@ class SharedMemory:
 
     def _meet(self) -> None:
         """Tell all peers that this rank's part is there, and wait until theirs are. Ends a turn."""
+        arrived_s = time.perf_counter()
+        self._note_work(arrived_s)
         for rank, peer in self._peers.items():
             self._tell(rank, peer)
         for rank, peer in self._peers.items():
             self._hear(rank, peer)
+        self._waited_s += time.perf_counter() - arrived_s
         self._turn ^= 1
+
+    def _note_work(self, now_s: float) -> None:
+        self._worked_s[self.rank] = now_s - self._step_began_s - self._waited_s
 
     def _tell(self, rank: int, peer: socket.socket) -> None:
         try:
