@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from draft_worker.session import DraftSession
 from specpipe.engine.interface import SessionRows
 from specpipe.step_costs import StepCosts
+from specpipe.telemetry.observer import IdleCause
 from specpipe.tree import Node
 
 
@@ -43,6 +44,10 @@ class SessionWork:
     num_committed: int = 0  # committed tokens to compute, from the first that is not
     reaches_root: bool = False  # the last committed token is among them: its row ranks the children of the root
     nodes: list[Node] = field(default_factory=list)  # to expand
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_committed + len(self.nodes)
 
 
 def plan_step(
@@ -80,6 +85,16 @@ def newest_holder(sessions: Iterable[DraftSession]) -> DraftSession | None:
     """The session that gives up its slots when they run out: so the oldest always goes on."""
     holders = [session for session in sessions if session.slots]
     return max(holders, key=lambda session: session.key, default=None)
+
+
+def idle_cause(sessions: Iterable[DraftSession]) -> IdleCause:
+    """Why there is no step to run."""
+    wanted = [session for session in sessions if session.can_draft or session.is_parked]
+    if not wanted:
+        return "no sessions"
+    if all(session.is_paused for session in wanted):
+        return "paused"
+    return "slots" if any(session.is_parked or session.num_pending for session in wanted) else "exhausted"
 
 
 def layout_rows(work: SessionWork, new_slots: Sequence[int]) -> SessionRows:

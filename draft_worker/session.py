@@ -23,6 +23,7 @@ import numpy.typing as npt
 from draft_worker.fans import Candidate, Fan, Fans
 from draft_worker.growth import ChainTime, DraftStep, GrowthRules
 from draft_worker.lookups import Lookups, is_lookup
+from draft_worker.recording import DraftRecorder
 from specpipe.calibration import Calibrator
 from specpipe.errors import InvariantError
 from specpipe.sampling.coupled import Chooser
@@ -59,11 +60,14 @@ class DraftSession:
         self.tokens = list(opened.tokens)
         self.slots: list[int] = []  # of computed committed tokens: positions 0 .. len(slots) - 1
         self.num_sound = 0  # of those, the first ones known to be free of NaN
+        self.num_shared = 0  # of those, the first ones that another session had computed
         self.is_cold = True  # its root was never computed with these slots
         self.is_finished = False  # the target has ended the answer
         self.is_paused = False  # its coordinator is silent
         self.is_parked = False  # had to give its slots to older sessions
         self.next_budget = 0
+        self.has_restarted = False  # the last commit left the tree, and there was one
+        self.recorder: DraftRecorder | None = None  # if its coordinator wants reports
         self._rules = rules
         self._calibrator = calibrator
         self._vocab_size = vocab_size
@@ -176,7 +180,9 @@ class DraftSession:
         Accepted nodes' slots become slots of committed tokens. Nodes below the last one live on when it was drafted.
         """
         self._observe(tokens, origins)
+        has_drafted = any(not is_lookup(child) for child in self.tree.root.children.values())
         advance = self.tree.advance(tokens)
+        self.has_restarted = has_drafted and not advance.follows
         self.tokens.extend(tokens)
         self.slots.extend(node.slot for node in advance.path if node.slot is not None)
         self._chain_time = ChainTime()

@@ -1,6 +1,6 @@
 """The model thread of a draft worker: messages in, one step at a time, extensions out.
 
-Owns: sessions, KV slots, the order "receive all, plan, compute, push". Called on one thread only, except `heartbeat`.
+Owns: sessions, the order "receive all, plan, compute, push". Called on one thread only, except `heartbeat`.
 Must not know: gRPC, asyncio, torch. It never waits: `run_once` says when it wants to be called again.
 
 A draft worker's word is a hint, so nothing here can change an answer (under the rejection rule: its distribution, if
@@ -14,20 +14,26 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from draft_worker.growth import DraftStep, GrowthRules
-from draft_worker.scheduler import SessionWork, StepRules, is_starved, layout_rows, newest_holder, plan_step
+from draft_worker.progress import Progress
+from draft_worker.recording import DraftRecorder
+from draft_worker.room import Room
+from draft_worker.scheduler import SessionWork, StepRules, idle_cause, is_starved, layout_rows, newest_holder, plan_step
 from draft_worker.session import DraftSession
 from specpipe.calibration import Calibrator
 from specpipe.config import DraftWorkerConfig
 from specpipe.engine.interface import StepBatch, StepModel
 from specpipe.engine.slots import create_pool
 from specpipe.errors import CapacityError, DuplicateRequestError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.recording import StepRun
+from specpipe.reports import SessionEventKind
 from specpipe.step_costs import StepCosts
+from specpipe.telemetry.observer import NULL_OBSERVER, StepObserver
 from specpipe.types import (
     Close,
     Closed,
@@ -42,7 +48,6 @@ from specpipe.types import (
 Send = Callable[[int, SessionMessage], None]
 Logits = npt.NDArray[np.float32]
 
-ADMISSION_MARGIN = 64  # slots left for a session's tree and growth when it is admitted or taken up again
 MAX_REMEMBERED_FAILURES = 1024  # per worker: a Close that crosses Failed is answered once
 
 logger = logging.getLogger(__name__)
@@ -53,16 +58,6 @@ class DisagreementError(SpecpipeError):
 
     code = ErrorCode.FAILED_PRECONDITION
     is_retryable = True
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What the heartbeat reports; replaced whole, so that another thread reads one moment."""
-
-    step: int = 0
-    started_s: float | None = None  # None: no step runs
-    num_sessions: int = 0
-    num_free_slots: int = 0
 
 
 class DraftLoop:
@@ -78,27 +73,29 @@ class DraftLoop:
         growth: GrowthRules | None = None,
         steps: StepRules | None = None,
         costs: StepCosts | None = None,
+        observer: StepObserver = NULL_OBSERVER,
     ) -> None:
         """`growth` and `steps` default to the measured rules within the bounds of `config`; `costs` to rows for
         nothing."""
         self._model = model
         self._send = send
         self._clock = clock
+        self._observer = observer
         self._growth = growth or GrowthRules(max_nodes=config.max_nodes, max_depth=config.max_depth)
         self._steps = replace(steps or StepRules(), max_rows=config.engine.max_batch_tokens)
         self._costs = costs
         self._max_sessions = config.engine.max_sessions
         self._max_context = min(model.info.max_context, config.engine.max_context or model.info.max_context)
         self._calibrator = Calibrator()
-        self._pool = create_pool(config.engine, model.num_slots)
-        self._seen_version = self._pool.version
-        self.sharing = self._pool.sharing  # what prefix sharing has done so far
+        pool = create_pool(config.engine, model.num_slots)
+        self.sharing = pool.sharing  # what prefix sharing has done so far
+        self._room = Room(pool, model.clear_slots)
         self._sessions: dict[tuple[int, int], DraftSession] = {}  # by (link, session id), in order of arrival
         self._failed: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._paused_links: set[int] = set()
         self._num_opened = 0
         self._last_steps: dict[int, DraftStep] = {}  # by session key
-        self._progress = _Progress(num_free_slots=self._pool.num_free)
+        self._progress = Progress(num_free_slots=self._room.num_free)
 
     # StepLoop
 
@@ -112,10 +109,11 @@ class DraftLoop:
             if isinstance(message, Commit):
                 self._commit(session, message)
             elif isinstance(message, NeedTokens):
+                self._note(session, SessionEventKind.RESYNC)
                 session.resend()  # the coordinator lost messages; what it needs of a draft worker is the tree
             elif isinstance(message, Failed):
                 self._remove(session)
-        self._report()
+        self._note_progress()
 
     def link_lost(self, link: int) -> None:
         """End all sessions of a stream that is gone."""
@@ -123,7 +121,7 @@ class DraftLoop:
             self._remove(session)
         self._paused_links.discard(link)
         self._failed = OrderedDict((key, None) for key in self._failed if key[0] != link)
-        self._report()
+        self._note_progress()
 
     def link_paused(self, link: int, is_paused: bool) -> None:
         """Stop or resume drafting for a stream whose other end is silent."""
@@ -131,6 +129,8 @@ class DraftLoop:
         for session in self._sessions.values():
             if session.link == link:
                 session.is_paused = is_paused
+                if session.recorder is not None:
+                    session.recorder.become_ready(self._clock())
 
     def run_once(self) -> float | None:
         """One step if there is work: 0.0 (call again at once). None: nothing to do until a message comes."""
@@ -138,26 +138,21 @@ class DraftLoop:
         plan = self._plan()
         if plan:
             self._run_step(plan)
+        else:
+            self._observer.idle(idle_cause(self._sessions.values()))
         self._push()
-        self._report()
+        self._note_progress()
         return 0.0 if plan else None
 
     def heartbeat(self) -> Heartbeat:
         """What the thread does now. May be called from any thread."""
-        progress = self._progress
-        running_ms = 0.0 if progress.started_s is None else (self._clock() - progress.started_s) * 1e3
-        return Heartbeat(
-            step=progress.step,
-            step_running_ms=max(running_ms, 0.0),
-            num_sessions=progress.num_sessions,
-            num_free_slots=progress.num_free_slots,
-        )
+        return self._progress.heartbeat(self._clock())
 
     def check(self) -> None:
         """Raise InvariantError unless every session is sound and free + referenced slots = all."""
         for session in self._sessions.values():
             session.check()
-        self._pool.check(slot for session in self._sessions.values() for slot in session.held_slots())
+        self._room.check(self._sessions.values())
 
     # Messages
 
@@ -191,20 +186,17 @@ class DraftLoop:
             rules=self._growth,
             calibrator=self._calibrator,
         )
-        if not self._has_room_for(session):
+        if opened.wants_reports:
+            opened_s = self._clock() if opened.arrived_s is None else opened.arrived_s
+            session.recorder = DraftRecorder(session.id, opened_s)
+        if not self._room.fits(session, self._sessions.values()):
             raise CapacityError(f"session {opened.session} needs {session.base} KV slots on the draft worker")
         self._num_opened = session.key
-        self._share(session)
+        self._room.share(session)
         session.is_paused = link in self._paused_links
-        return session
-
-    def _has_room_for(self, session: DraftSession) -> bool:
-        """Whether a session without slots can be computed beside the others, and what it drafts as well."""
         if not session.can_draft:
-            return True
-        promised = sum(other.num_pending for other in self._sessions.values() if other is not session)
-        needed = self._pool.num_wanted(session.tokens, session.adapter) + ADMISSION_MARGIN
-        return self._pool.can_allocate(promised + needed)
+            self._stop(session)
+        return session
 
     def _close(self, link: int, close: Close) -> None:
         """Answered by Closed, also for a session that never arrived; not again for one that failed here."""
@@ -212,6 +204,7 @@ class DraftLoop:
         session = self._sessions.get(key)
         if session is not None:
             self._remove(session)
+            self._report(session)
         if session is not None or key not in self._failed:
             self._send(link, Closed(session=close.session, length=0 if session is None else session.base))
         self._failed.pop(key, None)
@@ -219,6 +212,7 @@ class DraftLoop:
     def _commit(self, session: DraftSession, commit: Commit) -> None:
         """Apply what is new in a commit; ask for what is missing; fail the session where the two texts differ."""
         if commit.base > session.base:
+            self._note(session, SessionEventKind.RESYNC)
             self._send(session.link, NeedTokens(session=session.id, have=session.base))
             return
         overlap = session.tokens[commit.base : commit.base + len(commit.tokens)]
@@ -227,20 +221,25 @@ class DraftLoop:
             return
         session.next_budget = commit.next_budget
         if new := commit.tokens[len(overlap) :]:
-            is_sound = session.num_sound == len(session.slots)
-            self._pool.release(session.commit(new, commit.origins[len(overlap) :]))
-            if is_sound:  # so are the nodes whose slots have joined: each had a row of its own
-                session.num_sound = len(session.slots)
+            self._room.commit(session, new, commit.origins[len(overlap) :])
         session.is_finished = session.is_finished or commit.finish_reason is not None
+        if session.recorder is not None:
+            session.recorder.become_ready(self._clock())
+            if new and session.has_restarted and not session.is_finished:
+                self._note(session, SessionEventKind.RESTARTED)
         if not session.can_draft:
             self._stop(session)
 
     def _stop(self, session: DraftSession) -> None:
         """Give back the slots of a session that cannot be drafted (any more)."""
         had_slots = bool(session.slots)
-        self._give_back(session)
-        if had_slots and not session.is_finished:
+        self._room.give_back(session)
+        if session.is_finished or session.is_parked:
+            return
+        if had_slots:
             logger.info("drafting of session %d ends at %d tokens: %s", session.id, session.base, session.stop_reason)
+        if session.recorder is not None:
+            session.recorder.end_drafting(self._clock(), base=session.base)
 
     def _fail(
         self,
@@ -252,6 +251,7 @@ class DraftLoop:
     ) -> None:
         logger.warning("session %d fails: %s", session.id, error)
         self._remove(session, is_poisoned=is_poisoned)
+        self._report(session)
         self._send(session.link, _failure(session.id, error, is_retryable))
         self._send(session.link, Closed(session=session.id, length=session.base))
         self._remember_failure((session.link, session.id))
@@ -262,92 +262,71 @@ class DraftLoop:
             self._failed.popitem(last=False)
 
     def _remove(self, session: DraftSession, *, is_poisoned: bool = False) -> None:
-        self._give_back(session, is_poisoned=is_poisoned)
+        self._room.give_back(session, is_poisoned=is_poisoned)
         self._last_steps.pop(session.key, None)
         del self._sessions[session.link, session.id]
-
-    # Slots
-
-    def _share(self, session: DraftSession) -> None:
-        """Take over what other sessions have computed of this one's committed tokens, if that is more than it has."""
-        if session.num_pending <= 1:
-            return
-        shared = self._pool.share(session.tokens, session.adapter, more_than=len(session.slots))
-        if shared:
-            own, session.slots = session.slots, shared
-            self._release(own, suspects=own[session.num_sound :])
-            session.num_sound = len(shared)
-
-    def _remember(self, session: DraftSession) -> None:
-        """Let others share what is computed of a session and known to be free of NaN."""
-        count = session.num_sound
-        self._pool.remember(session.tokens[:count], session.slots[:count], session.adapter)
-
-    def _give_back(self, session: DraftSession, *, is_poisoned: bool = False) -> None:
-        """Take all slots of a session; unless they may hold NaN, others may share what is computed in them."""
-        suspects = session.held_slots() if is_poisoned else session.slots[session.num_sound :]
-        if not is_poisoned:
-            self._remember(session)
-        self._release(session.reset(), suspects=suspects)
-        session.num_sound, session.is_cold = 0, True
-
-    def _release(self, slots: list[int], *, suspects: list[int]) -> None:
-        """Zero what may hold NaN, but for slots that others hold or that are cached: these were sound when shared."""
-        freed = set(self._pool.release(slots)).intersection(suspects)
-        if freed:
-            self._model.clear_slots(sorted(freed))
 
     # Steps
 
     def _plan(self) -> list[SessionWork]:
         """Work for a step. While committed tokens wait for slots that nobody gives back, the newest holder parks."""
-        if self._seen_version != self._pool.version:
-            self._seen_version = self._pool.version
-            for session in self._sessions.values():
-                self._share(session)
+        sessions = self._sessions.values()
+        self._room.share_more(sessions)
         while True:
-            sessions = self._sessions.values()
-            if plan := plan_step(sessions, self._steps, num_free_slots=self._pool.num_free, costs=self._costs):
+            if plan := plan_step(sessions, self._steps, num_free_slots=self._room.num_free, costs=self._costs):
                 return plan
             holder = newest_holder(sessions)
-            if holder is None or not is_starved(sessions, num_free_slots=self._pool.num_free):
+            if holder is None or not is_starved(sessions, num_free_slots=self._room.num_free):
                 return []
             logger.info("session %d gives its %d KV slots to older ones", holder.id, len(holder.slots))
-            self._give_back(holder)
+            self._room.give_back(holder)
             holder.is_parked = True
+            self._observer.preempted()
+            self._note(holder, SessionEventKind.PREEMPTED)
 
     def _take_up_parked(self) -> None:
         for session in self._sessions.values():
             if session.is_parked:
                 session.is_parked = False
-                session.is_parked = not self._has_room_for(session)
-                self._share(session)
+                session.is_parked = not self._room.fits(session, self._sessions.values())
+                self._room.share(session)
 
     def _run_step(self, plan: list[SessionWork]) -> None:
-        new_slots = [self._allocate(work) for work in plan]
+        new_slots = [self._room.allocate(work) for work in plan]
         batch = StepBatch(sessions=[layout_rows(work, slots) for work, slots in zip(plan, new_slots, strict=True)])
         number = self._progress.step + 1
         started_s = self._clock()
         self._progress = replace(self._progress, step=number, started_s=started_s)
         logits = iter(self._model.forward(batch))
-        step_ms = (self._clock() - started_s) * 1e3
+        run = StepRun(
+            number=number,
+            start_s=started_s,
+            end_s=self._clock(),
+            num_sessions=len(plan),
+            num_rows=batch.num_rows,
+        )
         self._progress = replace(self._progress, started_s=None)
-        for work, rows, slots in zip(plan, batch.sessions, new_slots, strict=True):
+        self._observe(plan, run)
+        for work, slots in zip(plan, new_slots, strict=True):
             work.session.slots.extend(slots)
-            share_ms = step_ms * len(rows.tokens) / batch.num_rows
-            self._apply(work, logits, DraftStep(number, step_ms, share_ms))
+            self._apply(work, logits, run)
         if self._costs is not None:
-            self._costs.observe(batch.num_rows, 0, (self._clock() - started_s) * 1e3)
+            self._costs.observe(run.num_rows, 0, (self._clock() - started_s) * 1e3)
 
-    def _allocate(self, work: SessionWork) -> list[int]:
-        """Slots of the committed rows; nodes get theirs."""
-        for node in work.nodes:
-            (node.slot,) = self._pool.allocate(1)
-        return self._pool.allocate(work.num_committed)
+    def _observe(self, plan: list[SessionWork], run: StepRun) -> None:
+        """NOTE: before the step's results change what it was for."""
+        self._observer.step(
+            run.end_s - run.start_s,
+            num_sessions=run.num_sessions,
+            num_rows=run.num_rows,
+            num_prefill_rows=sum(work.num_committed for work in plan if work.session.is_cold),
+            num_nodes=sum(len(work.nodes) for work in plan),
+        )
 
-    def _apply(self, work: SessionWork, logits: Iterator[Logits], step: DraftStep) -> None:
+    def _apply(self, work: SessionWork, logits: Iterator[Logits], run: StepRun) -> None:
         """Take one session's results: exactly its rows of `logits`, whatever becomes of the session."""
         session = work.session
+        step = DraftStep(run.number, run.ms, run.ms * work.num_rows / run.num_rows)
         expanded = [session.tree.root] if work.reaches_root else []
         results = [(node, next(logits)) for node in expanded + work.nodes]
         self._last_steps[session.key] = step
@@ -356,27 +335,53 @@ class DraftLoop:
             self._fail(session, error, is_retryable=False, is_poisoned=True)
             return
         if work.reaches_root:
-            session.num_sound = len(session.slots)
-            if session.is_cold:
-                session.is_cold = False
-                self._remember(session)
+            self._note_computed(session)
         if results:
             session.spent(step)
         try:
             session.expand(results, step)
         except SpecpipeError as error:
             self._fail(session, error, is_retryable=False)
+            return
+        if session.recorder is not None:
+            session.recorder.add_step(
+                run,
+                base=session.base,
+                num_rows=work.num_rows,
+                num_tree_nodes=session.tree.num_nodes,
+                share_ms=step.share_ms if results else None,
+            )
+
+    def _note_computed(self, session: DraftSession) -> None:
+        """All its committed tokens are computed, and free of NaN."""
+        session.num_sound = len(session.slots)
+        if session.is_cold:
+            session.is_cold = False
+            self._room.remember(session)
+            self._observer.prefix(num_cached=session.num_shared, num_computed=session.base - session.num_shared)
 
     def _push(self) -> None:
         for session in self._sessions.values():
+            self._report(session)
             if session.is_finished:
                 continue
             extension = session.take_extension(self._last_steps.get(session.key, DraftStep()))
             if extension is not None:
+                self._observer.extension("pushed", num_nodes=len(extension.tokens))
                 self._send(session.link, extension)
 
-    def _report(self) -> None:
-        self._progress = replace(self._progress, num_sessions=len(self._sessions), num_free_slots=self._pool.num_free)
+    def _report(self, session: DraftSession) -> None:
+        """Tell what was written down for a session. Never after what it led to."""
+        report = None if session.recorder is None else session.recorder.take(self._clock())
+        if report is not None:
+            self._send(session.link, report)
+
+    def _note(self, session: DraftSession, kind: SessionEventKind) -> None:
+        if session.recorder is not None:
+            session.recorder.add_event(kind, self._clock(), base=session.base)
+
+    def _note_progress(self) -> None:
+        self._progress = replace(self._progress, num_sessions=len(self._sessions), num_free_slots=self._room.num_free)
 
 
 def _failure(session: int, error: SpecpipeError, is_retryable: bool | None = None) -> Failed:
