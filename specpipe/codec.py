@@ -1,7 +1,8 @@
 """Between specpipe.types and the protobuf messages of the worker streams, both ways.
 
-Owns: the translation and the checks that need no session state. Besides service and client modules the only one that
-sees protobuf. Must not know: grpc, asyncio, what a session does with a message.
+Owns: the translation and the checks that need no session state. Besides service and client modules only codecs see
+protobuf: this one batches and what is in them, `codec_hello` and `codec_reports` those. Must not know: grpc, asyncio,
+what a session does with a message.
 
 `*_to_pb` takes values of our own and raises nothing. `*_from_pb` takes what a peer sent: it raises InvalidRequestError
 with a sentence that names the session and the field, before any large value is copied. `batch_from_pb` raises nothing:
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from specpipe.codec_enums import ERROR_CODES, FINISH_REASONS, MODES, ORIGINS, RULES
+from specpipe.codec_fields import check_duration, check_length, values_of
+from specpipe.codec_hello import heartbeat_from_pb, heartbeat_to_pb
 from specpipe.codec_reports import report_from_pb, report_to_pb
 from specpipe.errors import InvalidRequestError
 from specpipe.extensions import MAX_EXTENSION_NODES, MAX_PROPOSAL_TOKENS, check_proposals, check_trie
@@ -28,12 +31,9 @@ from specpipe.types import (
     Commit,
     Extension,
     Failed,
-    Heartbeat,
-    Hello,
     ModelInfo,
     NeedTokens,
     Open,
-    ProcessInfo,
     Proposal,
     RoundStats,
     SamplingParams,
@@ -42,8 +42,6 @@ from specpipe.types import (
     StopRules,
 )
 
-MAX_NAME_LENGTH = 1024
-"""Characters of a request id, a drafter, an adapter, a trace context."""
 MAX_TEXT_LENGTH = 4096
 """Characters of an error message or a reason; longer ones are cut when sent."""
 
@@ -83,60 +81,6 @@ class Rejection:
     session: int
     kind: type[SessionMessage]
     error: InvalidRequestError
-
-
-# Hello and heartbeat
-
-
-def hello_to_pb(hello: Hello) -> worker_pb2.Hello:
-    return worker_pb2.Hello(
-        protocol_version=hello.protocol_version,
-        incarnation=hello.incarnation,
-        model=None if hello.model is None else model_info_to_pb(hello.model),
-        num_slots=hello.num_slots,
-        max_sessions=hello.max_sessions,
-        process=worker_pb2.ProcessInfo(**_values(hello.process)),
-    )
-
-
-def hello_from_pb(hello_pb: worker_pb2.Hello) -> Hello:
-    return Hello(
-        protocol_version=hello_pb.protocol_version,
-        incarnation=hello_pb.incarnation,
-        model=model_info_from_pb(hello_pb.model) if hello_pb.HasField("model") else None,
-        num_slots=hello_pb.num_slots,
-        max_sessions=hello_pb.max_sessions,
-        process=ProcessInfo(
-            host=hello_pb.process.host[:MAX_NAME_LENGTH],
-            pid=hello_pb.process.pid,
-            version=hello_pb.process.version[:MAX_NAME_LENGTH],
-        ),
-    )
-
-
-def model_info_to_pb(model: ModelInfo) -> common_pb2.ModelInfo:
-    return common_pb2.ModelInfo(**_values(model))
-
-
-def model_info_from_pb(model_pb: common_pb2.ModelInfo) -> ModelInfo:
-    if model_pb.vocab_size < 1 or model_pb.max_context < 1:
-        raise InvalidRequestError("model has no vocabulary or no context")
-    return ModelInfo(
-        name=model_pb.name,
-        fingerprint=model_pb.fingerprint,
-        tokenizer_fingerprint=model_pb.tokenizer_fingerprint,
-        vocab_size=model_pb.vocab_size,
-        max_context=model_pb.max_context,
-        eos_token_ids=tuple(model_pb.eos_token_ids),
-    )
-
-
-def heartbeat_to_pb(heartbeat: Heartbeat) -> worker_pb2.Heartbeat:
-    return worker_pb2.Heartbeat(**_values(heartbeat))
-
-
-def heartbeat_from_pb(heartbeat_pb: worker_pb2.Heartbeat) -> Heartbeat:
-    return Heartbeat(**_values(heartbeat_pb, Heartbeat))
 
 
 # Batches
@@ -201,8 +145,8 @@ def open_to_pb(message: Open) -> worker_pb2.Open:
         request_id=message.request_id,
         tokens=message.tokens,
         num_prompt_tokens=message.num_prompt_tokens,
-        sampling=common_pb2.ResolvedSampling(**_values(message.sampling)),
-        stops=common_pb2.StopRules(**_values(message.stops)),
+        sampling=common_pb2.ResolvedSampling(**values_of(message.sampling)),
+        stops=common_pb2.StopRules(**values_of(message.stops)),
         speculation=speculation_to_pb(message.speculation),
         remaining_ms=message.remaining_ms,
         priority=message.priority,
@@ -215,7 +159,7 @@ def open_to_pb(message: Open) -> worker_pb2.Open:
 
 def open_from_pb(open_pb: worker_pb2.Open, limits: Limits) -> Open:
     for name in ("request_id", "trace_context", "adapter"):
-        _check_length(name, getattr(open_pb, name))
+        check_length(name, getattr(open_pb, name))
     if not 1 <= open_pb.num_prompt_tokens <= len(open_pb.tokens):
         raise InvalidRequestError(f"num_prompt_tokens is {open_pb.num_prompt_tokens} of {len(open_pb.tokens)} tokens")
     remaining_ms = open_pb.remaining_ms if open_pb.HasField("remaining_ms") else None
@@ -245,7 +189,7 @@ def sampling_from_pb(sampling_pb: common_pb2.ResolvedSampling) -> SamplingParams
             raise InvalidRequestError(f"{name} is {value}")
     if sampling_pb.top_p == 0.0:
         raise InvalidRequestError("top_p is 0")
-    return SamplingParams(**_values(sampling_pb, SamplingParams))
+    return SamplingParams(**values_of(sampling_pb, SamplingParams))
 
 
 def stops_from_pb(stops_pb: common_pb2.StopRules, limits: Limits) -> StopRules:
@@ -268,7 +212,7 @@ def speculation_to_pb(speculation: SpeculationParams) -> common_pb2.ResolvedSpec
 
 
 def speculation_from_pb(speculation_pb: common_pb2.ResolvedSpeculation) -> SpeculationParams:
-    _check_length("drafter", speculation_pb.drafter)
+    check_length("drafter", speculation_pb.drafter)
     has_limit = speculation_pb.HasField("num_speculative_tokens")
     return SpeculationParams(
         mode=MODES.from_pb(speculation_pb.mode),
@@ -282,8 +226,8 @@ def extension_to_pb(extension: Extension) -> worker_pb2.Extension:
     if isinstance(extension, RelayedExtension):
         extension.message.session, extension.message.draft_step = extension.session, extension.draft_step
         return extension.message
-    proposals = [worker_pb2.Proposal(**_values(proposal)) for proposal in extension.proposals]
-    values = _values(extension)
+    proposals = [worker_pb2.Proposal(**values_of(proposal)) for proposal in extension.proposals]
+    values = values_of(extension)
     del values["arrived_s"]
     return worker_pb2.Extension(**values | {"proposals": proposals})
 
@@ -335,8 +279,9 @@ def _check_extension_size(extension_pb: worker_pb2.Extension) -> int:
         raise InvalidRequestError(f"{num_nodes} nodes are more than {MAX_EXTENSION_NODES}")
     if not len(extension_pb.parents) == len(extension_pb.confidences) == num_nodes:
         raise InvalidRequestError("parents, tokens and confidences differ in length")
-    _check_length("drafter", extension_pb.drafter)
-    _check_durations(extension_pb, ("draft_step_ms", "draft_share_ms"))
+    check_length("drafter", extension_pb.drafter)
+    for name in ("draft_step_ms", "draft_share_ms"):
+        check_duration(name, getattr(extension_pb, name))
     return num_nodes
 
 
@@ -363,7 +308,7 @@ def commit_to_pb(commit: Commit) -> worker_pb2.Commit:
             FINISH_REASONS.to_pb(commit.finish_reason) if commit.finish_reason else common_pb2.FINISH_REASON_UNSPECIFIED
         ),
         verified_draft_steps=commit.verified_draft_steps,
-        stats=worker_pb2.RoundStats(**_values(commit.stats)),
+        stats=worker_pb2.RoundStats(**values_of(commit.stats)),
     )
 
 
@@ -387,8 +332,9 @@ def commit_from_pb(commit_pb: worker_pb2.Commit, limits: Limits) -> Commit:
 
 
 def stats_from_pb(stats_pb: worker_pb2.RoundStats) -> RoundStats:
-    _check_durations(stats_pb, ("exposed_ms", "step_ms", "gap_ms"))
-    return RoundStats(**_values(stats_pb, RoundStats))
+    for name in ("exposed_ms", "step_ms", "gap_ms"):
+        check_duration(name, getattr(stats_pb, name))
+    return RoundStats(**values_of(stats_pb, RoundStats))
 
 
 def failed_to_pb(failed: Failed) -> worker_pb2.Failed:
@@ -419,20 +365,3 @@ def _tokens(name: str, ids: Sequence[int], limits: Limits) -> tuple[int, ...]:
     if largest >= limits.vocab_size:
         raise InvalidRequestError(f"{name}: id {largest} is not below {limits.vocab_size}, the size of the vocabulary")
     return tuple(ids)
-
-
-def _check_length(name: str, text: str) -> None:
-    if len(text) > MAX_NAME_LENGTH:
-        raise InvalidRequestError(f"{name} has {len(text)} characters, more than {MAX_NAME_LENGTH}")
-
-
-def _check_durations(message_pb: Any, names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(message_pb, name)
-        if not 0.0 <= value < math.inf:
-            raise InvalidRequestError(f"{name} is {value}")
-
-
-def _values(message: Any, kind: Any = None) -> dict[str, Any]:
-    """Fields by name, for messages whose fields are the same in types (`kind`, if `message` is not one) and wire."""
-    return {name: getattr(message, name) for name in (kind or message).__slots__}

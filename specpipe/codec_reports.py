@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
+from specpipe.codec_fields import check_duration
 from specpipe.errors import InvalidRequestError
 from specpipe.reports import MAX_REPORT_RECORDS, Outcome, Report, SessionEvent, SessionEventKind, StepKind, StepRecord
 from specpipe.rpc.v1 import worker_pb2
@@ -45,7 +45,7 @@ def report_from_pb(report_pb: worker_pb2.Report) -> Report:
     know are counted as lost."""
     if max(len(report_pb.steps), len(report_pb.events)) > MAX_REPORT_RECORDS:
         raise InvalidRequestError(f"a report has more than {MAX_REPORT_RECORDS} records")
-    _check_duration("since_open_ms", report_pb.since_open_ms)
+    check_duration("since_open_ms", report_pb.since_open_ms)
     steps = tuple(_step_from_pb(step) for step in report_pb.steps if step.kind in _KIND_FROM_PB)
     events = tuple(_event_from_pb(event) for event in report_pb.events if event.kind in _EVENT_FROM_PB)
     num_unknown = len(report_pb.steps) - len(steps) + len(report_pb.events) - len(events)
@@ -70,9 +70,9 @@ def _step_to_pb(step: StepRecord) -> worker_pb2.StepRecord:
 
 def _step_from_pb(step_pb: worker_pb2.StepRecord) -> StepRecord:
     for name in _DURATIONS:
-        _check_duration(name, getattr(step_pb, name))
+        check_duration(name, getattr(step_pb, name))
     for value in step_pb.rank_ms:
-        _check_duration("rank_ms", value)
+        check_duration("rank_ms", value)
     if len(step_pb.rank_ms) > MAX_RANKS or len(step_pb.draft_steps) > MAX_DRAFT_STEPS:
         raise InvalidRequestError("a step record names too many ranks or draft steps")
     plain: dict[str, Any] = {name: getattr(step_pb, name) for name in _PLAIN}
@@ -86,10 +86,5 @@ def _step_from_pb(step_pb: worker_pb2.StepRecord) -> StepRecord:
 
 
 def _event_from_pb(event_pb: worker_pb2.SessionEvent) -> SessionEvent:
-    _check_duration("since_open_ms", event_pb.since_open_ms)
+    check_duration("since_open_ms", event_pb.since_open_ms)
     return SessionEvent(kind=_EVENT_FROM_PB[event_pb.kind], since_open_ms=event_pb.since_open_ms, base=event_pb.base)
-
-
-def _check_duration(name: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:
-        raise InvalidRequestError(f"{name} is {value}")

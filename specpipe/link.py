@@ -45,6 +45,8 @@ MAX_PENDING_COMMITS = 32
 """Commits of one session that do not touch one another (a peer left a hole). The receiver asks for what it misses."""
 MAX_BATCH_COST = 262_144
 """Token ids and messages of one batch: it takes a few milliseconds to serialize and is far below the message limit."""
+RECORD_COST = 32
+"""Of one record of a report, in token ids: it has some twenty numbers."""
 MAX_MISSING = 4096
 """Sequence numbers an Inbox remembers as missing."""
 
@@ -99,7 +101,8 @@ class _Pending:
                 yield message
 
     def cost(self) -> int:
-        return sum(1 + len(getattr(message, "tokens", ())) for message in self.messages())
+        records = 0 if self.report is None else len(self.report.steps) + len(self.report.events)
+        return RECORD_COST * records + sum(1 + len(getattr(message, "tokens", ())) for message in self.messages())
 
 
 class Outbox:

@@ -22,14 +22,25 @@ from typing import Any
 
 import grpc.aio
 
-from specpipe import codec
+from specpipe import codec, codec_hello
 from specpipe.codec_vocabulary import vocabulary_from_pb
 from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import ErrorCode, ModelMismatchError, SpecpipeError, WorkerUnavailableError
 from specpipe.reports import Report
 from specpipe.server import create_channel, error_from_status, status_errors
 from specpipe.types import Batch, Close, Failed, Heartbeat, Hello, SessionMessage
-from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Timing, WorkerStream, read
+from specpipe.worker_stream import (
+    END,
+    PROTOCOL_VERSION,
+    WIRES,
+    Ends,
+    Kind,
+    Timing,
+    WorkerStream,
+    own_process,
+    read,
+    told_process,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +86,7 @@ class WorkerLink:
             call = WIRES[kind].stub(channel).Connect()
             try:
                 hello = await _greet(call, address, kind, incarnation, timing)
+                logger.debug("worker %s is %s", address, told_process(hello.process))
                 link = cls(address, hello, timing, functools.partial(_read_info, channel, kind))
                 task = asyncio.create_task(link._run(link._ends(call, kind)), name=f"link to {address}")
                 try:
@@ -175,17 +187,17 @@ async def _read_info(channel: grpc.aio.Channel, kind: Kind, num_vocabulary_ids: 
 
 async def _greet(call: Any, address: str, kind: Kind, incarnation: int, timing: Timing) -> Hello:
     """The worker's hello, in exchange for ours."""
-    hello = Hello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation)
+    hello = Hello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation, process=own_process())
     try:
         async with asyncio.timeout(timing.hello_timeout_s), status_errors():
             with contextlib.suppress(asyncio.InvalidStateError):  # already ended: the read says why
-                await call.write(WIRES[kind].request(hello=codec.hello_to_pb(hello)))
+                await call.write(WIRES[kind].request(hello=codec_hello.hello_to_pb(hello)))
             first = await read(call.read)
     except TimeoutError:
         raise WorkerUnavailableError(f"worker {address} does not answer") from None
     if first is END or first.WhichOneof("event") != "hello":
         raise WorkerUnavailableError(f"worker {address} did not say hello")
-    answer = codec.hello_from_pb(first.hello)
+    answer = codec_hello.hello_from_pb(first.hello)
     if answer.protocol_version != PROTOCOL_VERSION:
         raise ModelMismatchError(
             f"worker {address} speaks protocol version {answer.protocol_version}, this coordinator {PROTOCOL_VERSION}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from specpipe import codec
+from specpipe import codec, codec_hello
 from specpipe.causes import one_cause
 from specpipe.codec_vocabulary import vocabulary_to_pb
 from specpipe.config import ServerConfig
@@ -33,7 +33,18 @@ from specpipe.process import Lifecycle, lifecycle, serve_until_stopped
 from specpipe.reports import Report
 from specpipe.server import Server, create_server
 from specpipe.types import Batch, Close, Closed, Extension, Failed, Hello, Open
-from specpipe.worker_stream import END, PROTOCOL_VERSION, WIRES, Ends, Kind, Timing, WorkerStream, read
+from specpipe.worker_stream import (
+    END,
+    PROTOCOL_VERSION,
+    WIRES,
+    Ends,
+    Kind,
+    Timing,
+    WorkerStream,
+    own_process,
+    read,
+    told_process,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +119,8 @@ class WorkerService:
     async def GetInfo(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002 - gRPC's name and arguments
         hello = self._require_hello()
         return self._wire.info_response(
-            hello=codec.hello_to_pb(hello),
-            heartbeat=codec.heartbeat_to_pb(self._thread.heartbeat()),
+            hello=codec_hello.hello_to_pb(hello),
+            heartbeat=codec_hello.heartbeat_to_pb(self._thread.heartbeat()),
             vocabulary=await self._vocabulary_pb(request.num_vocabulary_ids),
         )
 
@@ -123,7 +134,7 @@ class WorkerService:
     async def Connect(self, request_iterator: Any, context: Any) -> None:  # noqa: N802, ARG002
         hello = self._require_hello()
         peer = await self._read_hello(context)
-        await context.write(self._wire.response(hello=codec.hello_to_pb(hello)))
+        await context.write(self._wire.response(hello=codec_hello.hello_to_pb(hello)))
         await _StreamOfCoordinator(self, hello, peer).run(context)
 
     async def _read_hello(self, context: Any) -> Hello:
@@ -134,7 +145,7 @@ class WorkerService:
             raise InvalidRequestError(f"no hello within {self._timing.hello_timeout_s:g} s") from None
         if first is END or first.WhichOneof("event") != "hello":
             raise InvalidRequestError("the first message of a stream is a hello")
-        hello = codec.hello_from_pb(first.hello)
+        hello = codec_hello.hello_from_pb(first.hello)
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ModelMismatchError(
                 f"protocol version {hello.protocol_version} does not fit: this worker speaks {PROTOCOL_VERSION}"
@@ -155,7 +166,7 @@ class _StreamOfCoordinator:
     def __init__(self, service: WorkerService, hello: Hello, peer: Hello) -> None:
         self._service = service
         self._thread = service._thread
-        self._peer = f"coordinator {peer.incarnation:x}"
+        self._peer = f"coordinator {peer.incarnation:x} ({told_process(peer.process)})"
         self._stream = WorkerStream(limits=service.limits(hello), timing=service._timing)
         self._link, self._outbox = self._thread.attach(self._stream.wake)
 
@@ -253,7 +264,7 @@ async def serve_worker(
 
     def create_loop(send: Send) -> StepLoop:
         hello, step_loop = create(send)
-        greeting.append(replace(hello, protocol_version=PROTOCOL_VERSION))
+        greeting.append(replace(hello, protocol_version=PROTOCOL_VERSION, process=own_process()))
         return step_loop
 
     async with lifecycle(config) as life:

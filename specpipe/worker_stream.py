@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,12 +19,13 @@ from typing import Any, Literal
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+import specpipe
 from specpipe import codec
 from specpipe.causes import one_cause
 from specpipe.errors import InvalidRequestError, WorkerUnavailableError
 from specpipe.link import Arrival, Inbox, Outbox
 from specpipe.rpc.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from specpipe.types import Batch, Heartbeat
+from specpipe.types import Batch, Heartbeat, ProcessInfo
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +189,16 @@ class WorkerStream:
     def _set_paused(self, ends: Ends, is_paused: bool) -> None:
         self._is_paused = is_paused
         ends.on_silence(is_paused)
+
+
+def own_process() -> ProcessInfo:
+    """This process, as a Hello tells of it."""
+    return ProcessInfo(host=socket.gethostname(), pid=os.getpid(), version=specpipe.__version__)
+
+
+def told_process(process: ProcessInfo) -> str:
+    """For a log: a peer need not say which process it is."""
+    return f"pid {process.pid} on {process.host!r}" if process.host else "unknown process"
 
 
 async def read(next_message: Callable[[], Awaitable[Any]]) -> Any:

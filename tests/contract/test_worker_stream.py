@@ -9,7 +9,7 @@ import grpc
 import pytest
 from fake_step_loop import HELLO, FakeWorker, Reader, a_commit, an_extension, an_open, until
 
-from specpipe import codec
+from specpipe import codec_hello
 from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import ConfigError, ErrorCode, ModelMismatchError, WorkerUnavailableError
 from specpipe.server import create_channel
@@ -34,8 +34,8 @@ async def test_get_info_says_hello_and_heartbeat():
     async with FakeWorker() as worker, create_channel(worker.address) as channel:
         wire = WIRES["target"]
         response = await wire.stub(channel).GetInfo(wire.info_request(), timeout=20)
-        assert codec.hello_from_pb(response.hello) == HELLO
-        assert codec.heartbeat_from_pb(response.heartbeat).num_free_slots == 9
+        assert codec_hello.hello_from_pb(response.hello) == HELLO
+        assert codec_hello.heartbeat_from_pb(response.heartbeat).num_free_slots == 9
 
 
 VOCABULARY = Vocabulary({0: "<s>", 2: "a", 3: "\ud83d", 900: "late"})
@@ -111,7 +111,7 @@ async def test_another_protocol_version_is_refused_with_both_named():
 
 
 async def test_a_client_refuses_a_worker_of_another_version():
-    hello = codec.hello_from_pb(codec.hello_to_pb(HELLO))
+    hello = codec_hello.hello_from_pb(codec_hello.hello_to_pb(HELLO))
     other = type(hello)(protocol_version=2, incarnation=1, model=hello.model)
     async with FakeWorker(hello=other) as worker:
         with pytest.raises(ModelMismatchError, match="version 2"):
@@ -131,7 +131,7 @@ async def test_a_first_message_that_is_no_hello_is_invalid(first):
 
 async def test_a_second_hello_is_invalid():
     async with FakeWorker() as worker, worker.raw_call() as call:
-        hello_pb = WIRES["target"].request(hello=codec.hello_to_pb(HELLO))
+        hello_pb = WIRES["target"].request(hello=codec_hello.hello_to_pb(HELLO))
         await call.write(hello_pb)
         await call.read()
         await call.write(hello_pb)
@@ -208,7 +208,7 @@ def is_ours(record):
 
 async def test_a_half_closed_stream_ends():
     async with FakeWorker() as worker, worker.raw_call() as call:
-        await call.write(WIRES["target"].request(hello=codec.hello_to_pb(HELLO)))
+        await call.write(WIRES["target"].request(hello=codec_hello.hello_to_pb(HELLO)))
         await call.read()
         await until(lambda: worker.service.num_links == 1)
         await call.done_writing()

@@ -21,7 +21,7 @@ from fake_step_loop import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specpipe import codec
+from specpipe import codec, codec_hello
 from specpipe.errors import ErrorCode, WorkerUnavailableError
 from specpipe.link import MAX_PENDING_EXTENSIONS, Outbox
 from specpipe.rpc.v1 import worker_pb2
@@ -39,7 +39,7 @@ async def ticking(ticks, count):
 
 
 async def greeted(call):
-    await call.write(WIRES["target"].request(hello=codec.hello_to_pb(HELLO)))
+    await call.write(WIRES["target"].request(hello=codec_hello.hello_to_pb(HELLO)))
     assert (await call.read()).WhichOneof("event") == "hello"
 
 

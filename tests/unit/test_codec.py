@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specpipe import codec
+from specpipe import codec, codec_hello
 from specpipe.errors import ErrorCode, InvalidRequestError
 from specpipe.rpc.v1 import common_pb2, worker_pb2
 from specpipe.types import (
@@ -186,12 +186,12 @@ def test_a_batch_comes_back_as_it_was(batch):
 
 @given(hellos)
 def test_a_hello_comes_back_as_it_was(hello):
-    assert codec.hello_from_pb(over_the_wire(codec.hello_to_pb(hello))) == hello
+    assert codec_hello.hello_from_pb(over_the_wire(codec_hello.hello_to_pb(hello))) == hello
 
 
 @given(heartbeats)
 def test_a_heartbeat_comes_back_as_it_was(heartbeat):
-    assert codec.heartbeat_from_pb(over_the_wire(codec.heartbeat_to_pb(heartbeat))) == heartbeat
+    assert codec_hello.heartbeat_from_pb(over_the_wire(codec_hello.heartbeat_to_pb(heartbeat))) == heartbeat
 
 
 @pytest.mark.parametrize("table", [codec.MODES, codec.RULES, codec.FINISH_REASONS, codec.ORIGINS, codec.ERROR_CODES])
@@ -391,7 +391,7 @@ def test_long_texts_of_our_own_are_cut_when_sent():
 
 def test_a_model_without_a_vocabulary_is_refused():
     with pytest.raises(InvalidRequestError, match="no vocabulary"):
-        codec.hello_from_pb(worker_pb2.Hello(model=common_pb2.ModelInfo(name="m", max_context=5)))
+        codec_hello.hello_from_pb(worker_pb2.Hello(model=common_pb2.ModelInfo(name="m", max_context=5)))
 
 
 def test_a_relayed_extension_leaves_as_it_came_but_for_its_session_and_draft_step():

@@ -14,6 +14,7 @@ SEES_PROTOBUF = {
     "client",
     "codec",
     "codec_enums",
+    "codec_hello",
     "codec_reports",
     "codec_trace",
     "codec_vocabulary",
