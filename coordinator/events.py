@@ -6,7 +6,7 @@ Owns: events, instructions, and how an event is told in an error report. Must no
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specpipe.answers import AnswerEvent
 from specpipe.errors import SpecpipeError
@@ -103,9 +103,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Something for the client. Finished is the last."""
+    """Something for the client. Finished is the last. A chunk comes with the commit, as far as it is delivered."""
 
     event: AnswerEvent
+    commit: Commit | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

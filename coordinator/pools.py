@@ -12,6 +12,7 @@ from typing import Protocol
 
 from coordinator.events import Kind
 from coordinator.fit import VocabularyLink
+from specpipe.spans import Process, Role
 from specpipe.types import Heartbeat, SessionMessage
 
 MAX_BACKOFF_S = 4.0  # a dial costs little, a worker that is back and not used costs more
@@ -23,6 +24,9 @@ class Link(VocabularyLink, Protocol):
     """What is needed of a `specpipe.worker_client.WorkerLink`."""
 
     heartbeat: Heartbeat
+
+    @property
+    def num_dropped_extensions(self) -> int: ...
 
     def send(self, message: SessionMessage) -> None: ...
 
@@ -59,6 +63,19 @@ class Connection:
     def has_room(self) -> bool:
         max_sessions = self.link.hello.max_sessions
         return not max_sessions or len(self.sessions) < max_sessions
+
+    @property
+    def process(self) -> Process:
+        """The worker, as traces name it."""
+        told = self.link.hello.process
+        return Process(
+            role=Role.TARGET_WORKER if self.kind is Kind.TARGET else Role.DRAFT_WORKER,
+            address=self.address,
+            host=told.host,
+            pid=told.pid,
+            version=told.version,
+            incarnation=self.link.hello.incarnation,
+        )
 
     @property
     def stalled_ms(self) -> float:

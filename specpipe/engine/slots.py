@@ -58,6 +58,11 @@ class SlotPool:
         """Slots that nobody holds, cached ones included: as many can be allocated."""
         return len(self._free) + self._num_idle
 
+    @property
+    def num_cached(self) -> int:
+        """Of the free ones, those that keep what was computed in them."""
+        return self._num_idle
+
     def can_allocate(self, count: int) -> bool:
         return count <= self.num_free
 

@@ -1,11 +1,13 @@
 """What a worker's step loop tells about its work, for metrics.
 
-Owns: `StepObserver`, the seam between the loops and whoever counts, and the one that counts nothing. Must not know:
-OpenTelemetry, sessions, threads. A loop calls it on the model thread only.
+Owns: `StepObserver`, the seam between the loops and whoever counts, the one that counts nothing, and `WorkerLoad`, what
+a loop says when asked. Must not know: OpenTelemetry, sessions, threads. A loop calls its observer on the model thread
+only.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 IdleCause = Literal["no sessions", "extension", "slots", "paused", "exhausted"]
@@ -63,3 +65,26 @@ class NullObserver:
 
 
 NULL_OBSERVER: StepObserver = NullObserver()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """What a worker holds at one moment. All zero but for slots when nothing is asked of it."""
+
+    num_running: int = 0  # sessions that hold slots, or need none
+    num_queued: int = 0  # that wait for slots
+    num_paused: int = 0  # of silent coordinators, with slots or without
+    num_finished: int = 0  # whose answer has ended, and that are not closed yet
+    num_tree_nodes: int = 0  # of all sessions
+    num_used_slots: int = 0  # held by sessions
+    num_cached_slots: int = 0  # held by nobody, with what an earlier session computed
+    num_free_slots: int = 0  # neither
+    num_evicted_slots: int = 0  # cached ones that were taken for something else, since the process began
+
+
+class LoadedLoop(Protocol):
+    """A step loop that says what it holds."""
+
+    def load(self) -> WorkerLoad:
+        """May be called on any thread."""
+        ...

@@ -1,0 +1,97 @@
+"""What a coordinator counts of its workers.
+
+Owns: those metrics (docs/metrics.md). Must not know: requests, messages, clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from coordinator.events import Kind
+from coordinator.metric_sums import declare_counter
+from coordinator.pools import Connection, Pool
+from specpipe.telemetry.instruments import Counter, Description, Instruments, Labels, Readings
+
+CAUSES = ("unplaced", "lost", "failed", "closed")
+"""Why a request goes on without a draft worker."""
+STATES = ("connected", "silent", "lost")
+
+
+class Coordinating(Protocol):
+    """Asked when somebody looks, on any thread."""
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for their turn."""
+        ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def pools(self) -> Mapping[Kind, Pool]: ...
+
+
+class WorkerMetrics:
+    """The workers as the coordinator sees them."""
+
+    def __init__(self, instruments: Instruments) -> None:
+        self._coordinator: Coordinating | None = None
+        self._addresses: dict[Labels, None] = {}  # kind and address of each worker, in order
+        self.moves = declare_counter(
+            instruments, "session_moves", "{session}", "Lost with a worker.", kind=[kind.value for kind in Kind]
+        )
+        self.fallbacks = declare_counter(
+            instruments,
+            "fallbacks",
+            "{fallback}",
+            "Times that a request went on undrafted.",
+            cause=CAUSES,
+        )
+        self._num_dropped = 0  # by connections that are gone
+        self._losses = Counter(())
+        labels = ("kind", "address")
+        about = Description(name="specpipe.worker.losses", unit="{loss}", text="Connections lost.", labels=labels)
+        instruments.observe(about, self._losses.read)
+        dropped = Description(
+            name="specpipe.dropped_extensions", unit="{extension}", text="Gave way to newer ones on their way."
+        )
+        instruments.observe(dropped, self._read_dropped)
+        sessions = Description(
+            name="specpipe.worker.sessions", unit="{session}", text="Of this coordinator.", labels=labels
+        )
+        instruments.gauge(sessions, self._read_sessions)
+        state = Description(
+            name="specpipe.worker.state", unit="1", text="1 for the state it is in.", labels=(*labels, "state")
+        )
+        instruments.gauge(state, self._read_states)
+
+    def watch(self, coordinator: Coordinating, addresses: Mapping[Kind, Sequence[str]]) -> None:
+        self._coordinator = coordinator
+        self._addresses = {(kind.value, address): None for kind, those in addresses.items() for address in those}
+        for labels in self._addresses:
+            self._losses.add(0, *labels)
+
+    def lose(self, connection: Connection) -> None:
+        self._losses.add(1, connection.kind.value, connection.address)
+        self._num_dropped += connection.link.num_dropped_extensions
+
+    def _connections(self) -> list[Connection]:
+        pools = self._coordinator.pools.values() if self._coordinator else ()
+        return [connection for pool in pools for connection in pool]
+
+    def _read_sessions(self) -> Readings:
+        found: dict[Labels, int] = {(one.kind.value, one.address): len(one.sessions) for one in self._connections()}
+        return {labels: found.get(labels, 0) for labels in self._addresses}
+
+    def _read_states(self) -> Readings:
+        found: dict[Labels, str] = {
+            (one.kind.value, one.address): "silent" if one.is_suspect else "connected" for one in self._connections()
+        }
+        return {
+            (*labels, state): int(found.get(labels, "lost") == state) for labels in self._addresses for state in STATES
+        }
+
+    def _read_dropped(self) -> Readings:
+        return {(): self._num_dropped + sum(one.link.num_dropped_extensions for one in self._connections())}
