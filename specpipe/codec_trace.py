@@ -163,7 +163,7 @@ def _value_from_pb(kind: str, value_pb: Any) -> AttributeValue:
     if kind in ("texts", "numbers", "reals"):
         _check_count("values of an attribute", len(value_pb.values), MAX_LIST)
         return tuple(value_pb.values)
-    return _text("attribute", value_pb, MAX_TEXT) if kind == "text" else value_pb  # type: ignore[no-any-return]
+    return _text("attribute", value_pb, MAX_TEXT) if kind == "text" else value_pb
 
 
 def _text(what: str, text: str, max_length: int) -> str:
