@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from coordinator.request_trace import RequestTrace
 from coordinator.state import RequestMachine
 from specpipe.answers import AnswerEvent, Chunk, Finished
 from specpipe.errors import SpecpipeError
@@ -21,8 +22,11 @@ class AnswerStream:
     is to be called once at least, and does no harm after the end.
     """
 
-    def __init__(self, machine: RequestMachine, on_close: Callable[[AnswerStream], None]) -> None:
+    def __init__(
+        self, machine: RequestMachine, on_close: Callable[[AnswerStream], None], trace: RequestTrace | None = None
+    ) -> None:
         self.machine = machine
+        self.trace = trace  # None: the request is not traced
         self.give_up: Callable[[], object] = lambda: None  # called by the driver when the reader has stalled
         self.over = asyncio.Event()
         """The machine has ended; what is pending may still be taken."""

@@ -32,6 +32,7 @@ def question_from_pb(request: generate_pb2.GenerateRequest) -> Question:
         mode=MODES.from_pb(speculation.mode) if speculation.mode else None,
         rule=RULES.from_pb(speculation.rule) if speculation.rule else None,
         num_speculative_tokens=_optional(speculation, "num_speculative_tokens"),
+        trace=request.trace,
     )
 
 

@@ -40,9 +40,11 @@ from coordinator.events import (
 )
 from coordinator.links import Connect, WorkerLinks, connect_worker
 from coordinator.pools import AVOID_MS, Connection, Pool
+from coordinator.request_trace import RequestTrace
 from coordinator.requests import Request
 from coordinator.settings import DriverSettings
 from coordinator.state import RequestMachine
+from coordinator.tracing import Tracing, create_tracing
 from specpipe.config import CoordinatorConfig
 from specpipe.errors import (
     CapacityError,
@@ -52,6 +54,7 @@ from specpipe.errors import (
     WorkerUnavailableError,
 )
 from specpipe.link import messages_of
+from specpipe.reports import Report
 from specpipe.types import Batch, Close, Closed, Failed, ModelInfo, NeedTokens
 
 logger = logging.getLogger(__name__)
@@ -66,8 +69,10 @@ class Coordinator:
         *,
         settings: DriverSettings | None = None,
         connect: Connect = connect_worker,
+        tracing: Tracing | None = None,
     ) -> None:
         self.config = config
+        self.tracing = tracing or create_tracing(config.telemetry)
         self.settings = settings or DriverSettings()
         self.is_stopping = False
         self._links = WorkerLinks(config, self.settings, connect, self)
@@ -85,15 +90,18 @@ class Coordinator:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While open, workers are dialled and requests move. On leaving, what still runs ends with an error."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [*self._links.start(group), group.create_task(self._keep_ticking(), name="tick")]
-            try:
-                yield
-            finally:
-                self.is_stopping = True
-                self.end_all(WorkerUnavailableError("the service has stopped"))
-                for task in tasks:
-                    task.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [*self._links.start(group), group.create_task(self._keep_ticking(), name="tick")]
+                try:
+                    yield
+                finally:
+                    self.is_stopping = True
+                    self.end_all(WorkerUnavailableError("the service has stopped"))
+                    for task in tasks:
+                        task.cancel()
+        finally:
+            await self.tracing.close()
 
     async def wait_ready(self) -> ModelInfo:
         """Returns when a target worker is there and every worker has been tried once.
@@ -101,6 +109,11 @@ class Coordinator:
         Raises ModelMismatchError if one of the first tries found a worker that does not fit.
         """
         return await self._links.wait_ready()
+
+    @property
+    def awaited(self) -> str:
+        """What a service that is still starting waits for."""
+        return self._links.awaited
 
     @property
     def pools(self) -> dict[Kind, Pool]:
@@ -132,8 +145,8 @@ class Coordinator:
 
     # Requests
 
-    def submit(self, request: Request, answer: AnswerText) -> AnswerStream:
-        """Begin to answer, or queue. The caller reads the stream and closes it.
+    def submit(self, request: Request, answer: AnswerText, trace: RequestTrace | None = None) -> AnswerStream:
+        """Begin to answer, or queue. The caller reads the stream and closes it. `trace` hears what becomes of it.
 
         Raises DuplicateRequestError, CapacityError (queue full) or WorkerUnavailableError (stopping).
         """
@@ -146,7 +159,9 @@ class Coordinator:
         if len(self._queue) >= self.config.max_queue and not self._can_admit():
             raise CapacityError(f"{len(self._running)} requests run and {len(self._queue)} wait; try again later")
         machine = RequestMachine(request, answer, max_target_wait_ms=1000 * self.settings.max_target_wait_s)
-        stream = AnswerStream(machine, self._reader_gone)
+        stream = AnswerStream(machine, self._reader_gone, trace)
+        if trace is not None:
+            trace.submit(machine, _now_ms())
         self._streams.add(stream)
         self._live[request.request_id] = stream
         self._idle.clear()
@@ -190,7 +205,10 @@ class Coordinator:
     def _handle(self, stream: AnswerStream, event: Event) -> None:
         """One event, all that it leads to, and what its end makes room for."""
         now_ms = _now_ms()
-        for instruction in stream.machine.handle(event, now_ms):
+        instructions = stream.machine.handle(event, now_ms)
+        if stream.trace is not None:
+            stream.trace.observe(event, instructions, now_ms)
+        for instruction in instructions:
             self._carry_out(stream, instruction, now_ms)
         if stream.machine.phase.is_over:
             self._retire(stream)
@@ -200,6 +218,8 @@ class Coordinator:
         if self._live.get(stream.request_id) is stream:
             del self._live[stream.request_id]
             stream.over.set()
+            if stream.trace is not None:
+                self.tracing.ending(stream.trace)
         if stream in self._running:
             self._running.discard(stream)
             self._admit()
@@ -230,6 +250,8 @@ class Coordinator:
         session = next(self._session_ids)
         connection.sessions.add(session)
         self._by_session[session] = stream
+        if stream.trace is not None:
+            stream.trace.place(kind, session, connection.process, _now_ms())
         self._handle(stream, Placed(kind, connection.number, session))
 
     # Time
@@ -245,10 +267,12 @@ class Coordinator:
             for connection in self._links:
                 self._links.watch(connection, passed_s)
                 for session in connection.overdue(now_ms):
+                    _tell_over(self._by_session[session], session)
                     self._forget(connection, session)
             for stream in tuple(self._streams):
                 self._handle(stream, Tick())
                 self._check_reader(stream, now_ms)
+            self.tracing.tick(now_ms)
             self._admit()
 
     def _check_reader(self, stream: AnswerStream, now_ms: float) -> None:
@@ -264,6 +288,10 @@ class Coordinator:
             stream = self._by_session.get(message.session)
             if stream is None or message.session not in connection.sessions:
                 continue  # late, or about a session of another stream
+            if isinstance(message, Report):
+                if stream.trace is not None:
+                    stream.trace.hear(message, _now_ms())
+                continue
             self._handle(stream, Received(connection.kind, message))
             if isinstance(message, Failed):
                 connection.close(message.session, _now_ms())  # Closed follows
@@ -271,24 +299,35 @@ class Coordinator:
                     connection.avoided_until_ms = _now_ms() + AVOID_MS
             if isinstance(message, Closed):
                 self._forget(connection, message.session)
+                _tell_over(stream, message.session)
                 self._admit()
 
     def ask_for_missing(self, connection: Connection) -> None:
         """Batches were lost: commits may have been among them."""
         if connection.kind is Kind.TARGET:
             for session in connection.sessions - connection.closing_since_ms.keys():
-                have = len(self._by_session[session].machine.tokens)
+                stream = self._by_session[session]
+                have = len(stream.machine.tokens)
                 connection.link.send(NeedTokens(session=session, have=have))
+                if stream.trace is not None:
+                    stream.trace.note("resync", _now_ms(), base=have)
 
     def lose(self, connection: Connection, reason: str) -> None:
         for session in tuple(connection.sessions):
             stream = self._by_session[session]
             self._forget(connection, session)
             self._handle(stream, Lost(connection.kind, session, reason, stalled_ms=connection.stalled_ms))
+            _tell_over(stream, session)
 
     def _forget(self, connection: Connection, session: int) -> None:
         connection.forget(session)
         self._by_session.pop(session, None)
+
+
+def _tell_over(stream: AnswerStream, session: int) -> None:
+    """Nothing more comes of a session."""
+    if stream.trace is not None:
+        stream.trace.session_over(session, _now_ms())
 
 
 def _now_ms() -> float:

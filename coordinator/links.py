@@ -59,6 +59,7 @@ class WorkerLinks:
         self._incarnation = new_incarnation()
         self._numbers = itertools.count(1)
         self._first_tries: dict[tuple[Kind, str], asyncio.Future[str]] = {}  # why the worker does not fit; "": it does
+        self._problems: dict[tuple[Kind, str], str] = {}  # of workers that are not connected: what was wrong last
         self._patience: dict[int, asyncio.Timeout] = {}  # by connection number: ends the reading of a silent link
 
     def __iter__(self) -> Iterator[Connection]:
@@ -88,6 +89,15 @@ class WorkerLinks:
                 raise ModelMismatchError(outcome.result())
         return model
 
+    @property
+    def awaited(self) -> str:
+        """What a start waits for; see `wait_ready`."""
+        if self.fit.model is None:
+            sought = [self._problems.get((Kind.TARGET, a), f"target worker {a}") for a in self._addresses[Kind.TARGET]]
+            return f"no target worker is connected ({'; '.join(dict.fromkeys(sought))})"
+        untried = [f"{kind.value} worker {at}" for (kind, at), tried in self._first_tries.items() if not tried.done()]
+        return f"it waits for {', '.join(untried)}" if untried else "its tokenizer is being loaded"
+
     def watch(self, connection: Connection, passed_s: float) -> None:
         """Time has passed in which the coordinator itself was at work: count the silence."""
         connection.silent_s += passed_s
@@ -101,16 +111,17 @@ class WorkerLinks:
     async def _keep_connected(self, kind: Kind, address: str) -> None:
         """Dial for ever. What goes wrong is logged when it changes."""
         backoff = Backoff()
-        last_error = ""
+        last_problem = ""
         while True:
             try:
                 async with self._connect(address, kind, self._incarnation) as link:
                     await self._serve_link(kind, address, link, backoff)
             except SpecpipeError as error:
                 self._note_first_try(kind, address, str(error) if isinstance(error, ModelMismatchError) else "")
-                if str(error) != last_error:
-                    last_error = str(error)
-                    logger.warning("%s worker %s: %s; it is dialled again", kind.value, address, error)
+                problem = self._problems[kind, address] = name_worker(kind, address, str(error))
+                if problem != last_problem:
+                    last_problem = problem
+                    logger.warning("%s; it is dialled again", problem)
             await asyncio.sleep(backoff.next_s())
 
     async def _serve_link(self, kind: Kind, address: str, link: WorkerLink, backoff: Backoff) -> None:
@@ -120,6 +131,7 @@ class WorkerLinks:
         connection = Connection(next(self._numbers), kind, address, link)
         self.pools[kind].add(connection)
         self._note_first_try(kind, address, "")
+        self._problems.pop((kind, address), None)
         backoff.reset()
         logger.info("%s worker %s is connected", kind.value, address)
         reason = "the coordinator stops"
@@ -169,3 +181,10 @@ class WorkerLinks:
         running_s = link.heartbeat.step_running_ms / 1000
         if running_s > self._settings.max_step_s(kind):
             raise WorkerUnavailableError(f"its step has run for {running_s:.0f} s")
+
+
+def name_worker(kind: Kind, address: str, problem: str) -> str:
+    """The problem as a sentence that names its worker once: some do so already."""
+    if problem.startswith(f"worker {address}"):
+        return f"{kind.value} {problem}"
+    return problem if f"worker {address}" in problem else f"{kind.value} worker {address}: {problem}"

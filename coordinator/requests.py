@@ -32,6 +32,7 @@ class Question:
     mode: Mode | None = None
     rule: Rule | None = None
     num_speculative_tokens: int | None = None
+    trace: bool = False  # keep what is done for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,5 +48,6 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     received_ms: float = 0.0
     deadline_ms: float | None = None  # None: no deadline
-    trace_context: str = ""
+    trace_context: str = ""  # W3C traceparent of its `generate`; empty: not traced
+    wants_reports: bool = False  # workers tell what they do for it
     vocab_size: int = 0  # of the target; 0: unknown

@@ -9,16 +9,21 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from coordinator.answer_stream import AnswerStream
 from coordinator.codec import event_to_pb, question_from_pb
 from coordinator.driver import Coordinator
+from coordinator.request_trace import RequestTrace
 from coordinator.requests import Question, Request
 from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch, load_tokenization
+from coordinator.trace_service import SERVICE_NAME as TRACE_SERVICE_NAME
+from coordinator.trace_service import TraceService
+from coordinator.tracing import Metadata
 from coordinator.validation import ServiceFacts, check_prompt_bytes, check_question, create_request
 from specpipe.answers import ChatMessage
 from specpipe.causes import one_cause
@@ -26,13 +31,14 @@ from specpipe.config import CoordinatorConfig
 from specpipe.engine.vocabulary import read_vocabulary
 from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError
 from specpipe.process import lifecycle, serve_until_stopped
-from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc
+from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc, trace_pb2_grpc
 from specpipe.server import Server, create_server
 from specpipe.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "specpipe.rpc.v1.GenerateService"
+SERVICE_NAMES = (SERVICE_NAME, TRACE_SERVICE_NAME)
 ID_REUSE_WAIT_S = 0.5  # for a request with this id that is being cancelled
 HEALTH_INTERVAL_S = 0.2
 STOP_GRACE_S = 0.5  # for statuses to reach clients, after every request has ended
@@ -59,7 +65,8 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     async def Generate(  # noqa: N802 (the name is the RPC's)
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
-        stream = await self.begin(question_from_pb(request), remaining_s=context.time_remaining())
+        metadata = context.invocation_metadata() or ()
+        stream = await self.begin(question_from_pb(request), remaining_s=context.time_remaining(), metadata=metadata)
         _watch_reader(context, stream)
         try:
             async for event in stream:
@@ -67,25 +74,38 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         finally:
             stream.close()
 
-    async def begin(self, question: Question, *, remaining_s: float | None = None) -> AnswerStream:
+    async def begin(
+        self, question: Question, *, remaining_s: float | None = None, metadata: Metadata = ()
+    ) -> AnswerStream:
         """Check the question and begin to answer it; whoever asks, over gRPC or HTTP. The caller closes the stream.
 
-        Raises what refuses the question, in the sentences that gRPC clients get.
+        `metadata`: headers of the call, of which traceparent and tracestate are read. Raises what refuses the question,
+        in the sentences that gRPC clients get.
         """
         received_ms = _now_ms()
-        return await self._submit(await self._read(question, received_ms, _deadline_ms(remaining_s, received_ms)))
+        trace = self._coordinator.tracing.begin(question, metadata, received_ms=received_ms)
+        with _told_if_refused(trace):
+            request = await self._read(question, received_ms, _deadline_ms(remaining_s, received_ms), trace)
+            return await self._submit(request, trace)
 
-    async def _read(self, question: Question, received_ms: float, deadline_ms: float | None) -> Request:
+    async def _read(
+        self, question: Question, received_ms: float, deadline_ms: float | None, trace: RequestTrace | None
+    ) -> Request:
         if self._facts is None:
-            raise WorkerUnavailableError("the service is still starting")
+            raise WorkerUnavailableError(f"the service is still starting: {self._coordinator.awaited}")
         check_question(question, self._facts)
+        started_ms = _now_ms()
         prompt = await self._tokenize(question, self._facts)
-        return create_request(question, prompt, self._facts, received_ms=received_ms, deadline_ms=deadline_ms)
+        request = create_request(question, prompt, self._facts, received_ms=received_ms, deadline_ms=deadline_ms)
+        if trace is None:
+            return request
+        trace.tokenized(started_ms, _now_ms(), len(prompt))
+        return replace(request, trace_context=trace.context, wants_reports=trace.wants_reports)
 
-    async def _submit(self, request: Request) -> AnswerStream:
+    async def _submit(self, request: Request, trace: RequestTrace | None) -> AnswerStream:
         assert self._tokenization is not None
         await self._coordinator.wait_for_id(request.request_id, ID_REUSE_WAIT_S)
-        return self._coordinator.submit(request, self._tokenization.create_answer(request.stop_strings))
+        return self._coordinator.submit(request, self._tokenization.create_answer(request.stop_strings), trace)
 
     async def _tokenize(self, question: Question, facts: ServiceFacts) -> list[int]:
         assert self._tokenization is not None
@@ -99,6 +119,17 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             check_prompt_bytes(len(rendered.encode()), facts)
             return await self._thread.run(self._tokenization.encode_rendered, rendered)
         return [part for part in prompt or () if isinstance(part, int)]
+
+
+@contextmanager
+def _told_if_refused(trace: RequestTrace | None) -> Iterator[None]:
+    """A request that does not begin ends its trace, whatever is the reason."""
+    try:
+        yield
+    except BaseException as error:
+        if trace is not None:
+            trace.refuse(error, _now_ms())
+        raise
 
 
 def _watch_reader(context: Any, stream: AnswerStream) -> None:
@@ -138,6 +169,8 @@ class App:
     async def running(self) -> AsyncIterator[None]:
         """While open, the port is served and workers are dialled. Requests are refused until `wait_ready` returns."""
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._service, self.server.grpc_server)
+        traces = TraceService(self.coordinator.tracing)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(traces, self.server.grpc_server)
         await self.server.start()
         try:
             async with self.coordinator.running(), asyncio.TaskGroup() as group:
@@ -153,13 +186,14 @@ class App:
 
     async def wait_ready(self) -> None:
         """Returns once requests are answered. Raises ConfigError and ModelMismatchError."""
-        loading = asyncio.ensure_future(self._load(self.config.tokenizer)) if self.config.tokenizer else None
+        loading = asyncio.ensure_future(self._load_configured())  # a wrong name is told at once, workers or not
+        waiting = asyncio.ensure_future(self.coordinator.wait_ready())
         try:
-            model = await self.coordinator.wait_ready()
-            tokenization = await (loading or self._load(model.name))
+            configured, model = await asyncio.gather(loading, waiting)
         finally:
-            if loading is not None:
-                loading.cancel()
+            loading.cancel()
+            waiting.cancel()
+        tokenization = configured or await self._load(model.name)
         check_tokenizer(self.config.tokenizer, model)
         self._service.open(tokenization, create_facts(self.config, model, tokenization))
         self._is_open = True
@@ -174,6 +208,9 @@ class App:
         self._is_open = False
         await self.server.set_serving(False)
         await self.coordinator.drain()
+
+    async def _load_configured(self) -> Tokenization | None:
+        return await self._load(self.config.tokenizer) if self.config.tokenizer else None
 
     def _load(self, name: str) -> Awaitable[Tokenization]:
         return self._thread.run(load_tokenization, name)
@@ -191,7 +228,7 @@ async def serve(config: CoordinatorConfig) -> int:
     """
     check_config(config)
     async with lifecycle(config.server) as life:
-        server = create_server(config.server, [SERVICE_NAME])  # first: a port in use is told at once
+        server = create_server(config.server, SERVICE_NAMES)  # first: a port in use is told at once
         hide_torch()
         app = App(config, server)
         with one_cause():

@@ -160,7 +160,7 @@ class RequestMachine:
             case Lost():
                 if self.draft is not None and event.session == self.draft.session:
                     self._draft.lose(self._now_ms)
-                    self._draft_has_ended()
+                    self._tell_no_draft()
             case Tick():
                 self._tick()
             case Ended(error=error):
@@ -215,6 +215,7 @@ class RequestMachine:
             remaining_ms=None if request.deadline_ms is None else max(0.0, request.deadline_ms - self._now_ms),
             trace_context=request.trace_context,
             vocab_size=request.vocab_size,
+            wants_reports=request.wants_reports,
         )
 
     def _hear_target(self, message: SessionMessage, target: Placement) -> None:
@@ -264,7 +265,7 @@ class RequestMachine:
             self._go(Phase.STREAMING)
         self._wait.end()
         delivered, chunk = self.transcript.add(new, self._now_ms)
-        self._out.append(Emit(chunk))
+        self._out.append(Emit(chunk, delivered))
         if delivered.finish_reason is not None:
             self._finish(delivered.finish_reason)
         else:
@@ -304,10 +305,10 @@ class RequestMachine:
                 self._answer_need(draft, have)
             case Failed():
                 self._draft.fail(self._now_ms, is_retryable=message.is_retryable)
-                self._draft_has_ended()
+                self._tell_no_draft()
             case Closed():
                 self._draft.give_up(self._now_ms)
-                self._draft_has_ended()
+                self._tell_no_draft()
 
     def _relay(self, extension: Extension) -> None:
         """To the target as it is, for it decides alone; without a target it is lost, which is allowed."""
@@ -318,10 +319,6 @@ class RequestMachine:
     def _refuse_draft(self, draft: Placement, reason: str) -> None:
         self._out.append(Send(draft.worker, Close(session=draft.session, reason=reason)))
         self._draft.give_up(self._now_ms)
-        self._draft_has_ended()
-
-    def _draft_has_ended(self) -> None:
-        self.transcript.statistics.draft_moved()
         self._tell_no_draft()
 
     def _tell_no_draft(self) -> None:

@@ -23,7 +23,8 @@ class RequestStatistics:
     """Fed with every commit as far as it was delivered, and every extension that passed.
 
     Each draft worker numbers its steps for itself, and anew when it starts again. A node may be verified when its
-    worker is long gone. So steps get numbers of the request on their way to the target, which tells them in commits.
+    worker is long gone. So steps get numbers of the request on their way to the target, which tells them in commits; a
+    draft session, whose id is never used twice, and its worker's number say which step is meant.
     """
 
     def __init__(self, speculation: SpeculationParams) -> None:
@@ -33,7 +34,7 @@ class RequestStatistics:
         self._num_tokens = 0  # committed in rounds
         self._num_accepted = 0
         self._steps: list[_DraftStep] = []  # the request's number of a step is 1 + its index
-        self._numbers: dict[int, int] = {}  # of the steps of the draft session open now: from the worker's number
+        self._numbers: dict[tuple[int, int], int] = {}  # of steps, from draft session and its worker's number
 
     def add_commit(self, commit: Commit) -> None:
         """`commit` holds only what was delivered: see `cut_commit`."""
@@ -50,14 +51,15 @@ class RequestStatistics:
         """A draft step counts once, however many extensions tell of it. Returns its number in this request, or 0."""
         if not extension.draft_step:
             return 0
-        if extension.draft_step not in self._numbers:
+        key = (extension.session, extension.draft_step)
+        if key not in self._numbers:
             self._steps.append(_DraftStep(extension.draft_step_ms, extension.draft_share_ms))
-            self._numbers[extension.draft_step] = len(self._steps)
-        return self._numbers[extension.draft_step]
+            self._numbers[key] = len(self._steps)
+        return self._numbers[key]
 
-    def draft_moved(self) -> None:
-        """The draft session ended; another one numbers its steps anew."""
-        self._numbers.clear()
+    def draft_step_number(self, session: int, draft_step: int) -> int:
+        """Of a step whose extension was added; 0: none was. Rises by one with each step."""
+        return self._numbers.get((session, draft_step), 0)
 
     def report(self) -> SpeculationStats:
         sums, steps = self._sums, self._steps
@@ -84,6 +86,20 @@ class RequestStatistics:
         )
 
 
+def told_rounds(commit: Commit) -> Commit:
+    """A resync brings tokens whose commits were lost, and with them what these told: as much as origins say."""
+    if commit.round > 0:
+        return commit
+    num_accepted = commit.origins.count(Origin.ACCEPTED)
+    stats = RoundStats(
+        num_rounds=_count_rounds(commit.origins),
+        num_drafted=num_accepted,
+        num_verified=num_accepted,
+        num_accepted=num_accepted,
+    )
+    return replace(commit, stats=stats)
+
+
 def cut_commit(commit: Commit, num_tokens: int) -> Commit:
     """The commit without its tokens beyond the first `num_tokens`, and without what they cost.
 
@@ -97,6 +113,7 @@ def cut_commit(commit: Commit, num_tokens: int) -> Commit:
     num_kept, num_all = _count_rounds(kept), _count_rounds(commit.origins)
     stats = _scaled(commit.stats, num_kept / num_all) if num_kept < num_all else commit.stats
     cut_round = dropped[: _length_of_first_round(dropped)] if kept and kept[-1] is Origin.ACCEPTED else ()
+    num_accepted = kept.count(Origin.ACCEPTED)
     num_judged = max(0, stats.num_judged - sum(origin in (Origin.ACCEPTED, Origin.RECOVERED) for origin in cut_round))
     return replace(
         commit,
@@ -104,7 +121,9 @@ def cut_commit(commit: Commit, num_tokens: int) -> Commit:
         origins=kept,
         stats=replace(
             stats,
-            num_accepted=kept.count(Origin.ACCEPTED),
+            num_drafted=max(stats.num_drafted, stats.num_verified, num_accepted),
+            num_verified=max(stats.num_verified, num_accepted),
+            num_accepted=num_accepted,
             num_judged=num_judged,
             num_first_ranked=min(stats.num_first_ranked, num_judged),
         ),
@@ -125,7 +144,11 @@ def _length_of_first_round(origins: Sequence[Origin]) -> int:
 def _scaled(stats: RoundStats, share: float) -> RoundStats:
     scaled = {name: getattr(stats, name) * share for name in stats.__slots__}
     sums = RoundStats(**{name: value if name.endswith("_ms") else round(value) for name, value in scaled.items()})
-    return replace(sums, num_cached=stats.num_cached)  # no sum: the first round said it
+    return replace(
+        sums,
+        num_misses=min(sums.num_misses, sums.num_rounds - sums.num_hits),  # as each was rounded for itself
+        num_cached=stats.num_cached,  # no sum: the first round said it
+    )
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

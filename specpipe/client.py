@@ -17,13 +17,24 @@ import grpc
 import grpc.aio
 
 from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started, Timing
+from specpipe.codec_trace import trace_from_pb
 from specpipe.config import MAX_SPECULATIVE_TOKENS
-from specpipe.errors import ErrorCode, InvalidRequestError, ModelNotFoundError, SpecpipeError, WorkerUnavailableError
-from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc
+from specpipe.errors import (
+    ErrorCode,
+    InvalidRequestError,
+    ModelNotFoundError,
+    SpecpipeError,
+    TraceNotFoundError,
+    WorkerUnavailableError,
+)
+from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc, trace_pb2, trace_pb2_grpc
 from specpipe.server import create_channel, error_from_status, is_of_transport
+from specpipe.spans import KeptTrace
+from specpipe.telemetry.propagation import TRACEPARENT, current_context
 from specpipe.types import FinishReason, Mode, Origin, Rule
 
 DEFAULT_TIMEOUT_S: Final = 3600.0  # a call without a deadline could hang for ever
+TRACE_TIMEOUT_S: Final = 30.0
 MAX_SEED: Final = 2**64 - 1
 
 
@@ -46,6 +57,7 @@ class GenerateRequest:
     mode: Mode | None = None
     rule: Rule | None = None
     num_speculative_tokens: int | None = None
+    trace: bool = False  # keep what is done for it, for `GenerateClient.get_trace`
 
     def check(self) -> None:
         """Raise InvalidRequestError, naming the field, for what no service would accept.
@@ -112,6 +124,7 @@ class GenerateClient:
     async def __aenter__(self) -> Self:
         self._channel = create_channel(self._address)
         self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
+        self._traces = trace_pb2_grpc.TraceServiceStub(self._channel)
         return self
 
     async def __aexit__(
@@ -121,14 +134,16 @@ class GenerateClient:
             await self._channel.close(None)
 
     async def generate(
-        self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, traceparent: str = ""
     ) -> AsyncIterator[AnswerEvent]:
         """Stream the events of one answer: Started, Chunks, Finished, in this order.
 
         Leaving the loop early, or cancelling the task, cancels the request on the service. Raises the error tree of
-        `specpipe.errors`; an answer that raised has no Finished.
+        `specpipe.errors`; an answer that raised has no Finished. `traceparent` (W3C) says in which span the question is
+        asked; without it that is OpenTelemetry's current one, if there is one.
         """
-        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s)
+        metadata = [(TRACEPARENT, traceparent)] if traceparent else current_context()
+        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=metadata or None)
         try:
             async for response in call:
                 yield event_from_pb(response)
@@ -137,12 +152,23 @@ class GenerateClient:
         finally:
             call.cancel()
 
-    async def answer(self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Answer:
+    async def answer(
+        self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, traceparent: str = ""
+    ) -> Answer:
         """The whole answer at once. Raises as `generate` does."""
         answer = Answer()
-        async for event in self.generate(request, timeout_s=timeout_s):
+        async for event in self.generate(request, timeout_s=timeout_s, traceparent=traceparent):
             answer.add(event)
         return answer
+
+    async def get_trace(self, request_id: str, *, timeout_s: float = TRACE_TIMEOUT_S) -> KeptTrace:
+        """What the service has seen of a request so far. Raises TraceNotFoundError if nothing was kept of it."""
+        request_pb = trace_pb2.GetTraceRequest(request_id=request_id)
+        try:
+            return trace_from_pb(await self._traces.GetTrace(request_pb, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            own = _own_error(error, self._address)
+            raise TraceNotFoundError(str(own)) if own.code is ErrorCode.NOT_FOUND else own from error
 
 
 def answer_once(address: str, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Answer:
@@ -163,6 +189,7 @@ def request_to_pb(request: GenerateRequest) -> generate_pb2.GenerateRequest:
             model=request.model,
             sampling=_sampling_to_pb(request),
             speculation=_speculation_to_pb(request),
+            trace=request.trace,
         )
         _set_prompt(request_pb, request.prompt)
     except (ValueError, TypeError) as error:

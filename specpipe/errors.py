@@ -59,6 +59,12 @@ class DuplicateRequestError(SpecpipeError):
     code = ErrorCode.ALREADY_EXISTS
 
 
+class TraceNotFoundError(SpecpipeError):
+    """Nothing was kept of what was done for this request."""
+
+    code = ErrorCode.NOT_FOUND
+
+
 class StaleBaseError(SpecpipeError):
     """A message starts from another number of committed tokens than the receiver has."""
 

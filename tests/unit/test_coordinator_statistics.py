@@ -27,9 +27,9 @@ def commit(origins: str, *, steps: tuple[int, ...] = (), **stats: Any) -> Commit
     )
 
 
-def extension(step: int, step_ms: float = 4.0, share_ms: float = 2.0) -> Extension:
+def extension(step: int, step_ms: float = 4.0, share_ms: float = 2.0, session: int = 1) -> Extension:
     return Extension(
-        session=1,
+        session=session,
         base=5,
         parents=(0,),
         tokens=(1,),
@@ -88,8 +88,7 @@ def test_another_draft_worker_numbers_its_steps_anew_and_nodes_of_the_first_may_
 ) -> None:
     statistics = RequestStatistics(SpeculationParams(drafter="model"))
     numbers = [statistics.add_extension(extension(1))]
-    statistics.draft_moved()
-    numbers.append(statistics.add_extension(extension(1, share_ms=3.0)))
+    numbers.append(statistics.add_extension(extension(1, session=3, share_ms=3.0)))
     assert numbers[0] != numbers[1]
     statistics.add_commit(commit("AB", steps=(numbers[verified],), num_rounds=1))
     report = statistics.report()
@@ -104,9 +103,10 @@ def test_a_step_that_nobody_told_of_is_none() -> None:
 
 
 class Draft:
-    """A draft worker as a request sees it: its steps are numbered on, or anew when it starts again."""
+    """A draft session as a request sees it: its worker's steps are numbered on, or anew when it starts again."""
 
-    def __init__(self, first_step: int) -> None:
+    def __init__(self, session: int, first_step: int) -> None:
+        self.session = session
         self.step = first_step
 
 
@@ -123,21 +123,20 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_draft_time_is_hidden_or_exposed_and_what_was_verified_is_never_wasted(events: list[Any]) -> None:
     statistics = RequestStatistics(SpeculationParams(drafter="model"))
-    draft = Draft(1)
+    draft = Draft(1, 1)
     told: list[int] = []  # by the relay, for each step
     shares: list[float] = []
     verified: set[int] = set()
     exposed_ms = 0.0
     for kind, value, more in events:
         if kind == "move":
-            statistics.draft_moved()
-            draft = Draft(value)
+            draft = Draft(draft.session + 1, value)
         elif kind == "extend":
             draft.step += 1
-            told.append(statistics.add_extension(extension(draft.step, share_ms=value)))
+            told.append(statistics.add_extension(extension(draft.step, session=draft.session, share_ms=value)))
             shares.append(value)
             if more:  # the step is told of twice
-                assert statistics.add_extension(extension(draft.step, share_ms=0.0)) == told[-1]
+                assert statistics.add_extension(extension(draft.step, session=draft.session, share_ms=0.0)) == told[-1]
         elif told:
             chosen = {index % len(told) for index in value}
             verified |= chosen

@@ -1,0 +1,305 @@
+"""The rounds of one request as spans: verify and draft steps put where they belong, draft time hidden and exposed.
+
+Owns: which round a draft step began in, which draft steps a round verified, when a round's span can be written. Must
+not know: messages, clocks, who listens. Times are milliseconds of the coordinator's clock (`coordinator.trace_layout`).
+
+A round begins where the one before ended, the first one after its session was opened with its verification or the
+first draft step before it; it ends with its verification. So every moment of an answer lies in one round at most. Spans
+of steps go out as soon as their round is known, that of a round some rounds later, or at the end. A draft step that is
+told even later still finds its parent, and its draft time goes to the next round that is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from coordinator.trace_spans import (
+    Attributes,
+    SpanMaker,
+    draft_attributes,
+    round_attributes,
+    verify_attributes,
+    worker_attributes,
+)
+from specpipe.reports import StepRecord
+from specpipe.spans import Process, Span, SpanEvent
+
+MAX_DRAFTS = 2048
+"""Draft steps that are remembered for links."""
+MAX_REMEMBERED_ROUNDS = 64
+"""Rounds that were written and may still get draft steps as children."""
+NUM_OPEN_ROUNDS = 6
+"""Newest rounds that are held back: a draft step may take as long as several of them."""
+
+StepKey = tuple[int, int]
+"""A draft session and its worker's number of the step."""
+_Key = TypeVar("_Key")
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A draft step that has been told."""
+
+    span_id: int
+    start_ms: float
+    end_ms: float
+    span: Span | None  # None: it has gone out
+    draft_ms: float = 0.0  # that the request's statistics count, since nodes of it have come
+    round: _Round | None = None
+
+
+@dataclass(slots=True)
+class _Round:
+    span_id: int
+    number: int
+    start_ms: float
+    end_ms: float
+    record: StepRecord | None = None  # None: it was never verified
+    draft_ms: float = 0.0
+    events: list[SpanEvent] = field(default_factory=list)
+    num_cut: int = 0  # of its tokens, those that are not part of the answer
+    error: str = ""
+    is_written: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Nothing of it was delivered, so that the request's statistics leave it out."""
+        return self.record is not None and self.num_cut > 0 and self.num_cut >= self.record.num_committed
+
+    @property
+    def end_base(self) -> int:
+        return 0 if self.record is None else self.record.base + self.record.num_committed
+
+
+class Rounds:
+    """Fed with steps in the order in which they were told. `emit` gets every span once."""
+
+    def __init__(self, maker: SpanMaker, emit: Callable[[Span], None], *, has_ranks: bool) -> None:
+        self._maker = maker
+        self._emit = emit
+        self._has_ranks = has_ranks
+        self._open: deque[_Round] = deque()
+        self._written: deque[_Round] = deque(maxlen=MAX_REMEMBERED_ROUNDS)
+        self._drafts: dict[StepKey, _Draft] = {}
+        self._by_number: dict[int, _Draft] = {}  # the request's numbers of draft steps
+        self._waiting: list[_Draft] = []  # for their round
+        self._events: list[tuple[float, SpanEvent]] = []  # for theirs
+        self._last_end_ms: float | None = None  # of the last round, while its session lives
+        self._last_number = 0
+        self._carried_ms = 0.0  # draft time of rounds that were written before it was told
+        self._draft_ms = self._exposed_ms = self._hidden_ms = 0.0  # of the rounds written so far
+
+    # Told by workers
+
+    def end_of_drafts(self, numbers: tuple[int, ...]) -> float:
+        """When the last of these draft steps, as far as they are known, had ended."""
+        return max((self._by_number[number].end_ms for number in numbers if number in self._by_number), default=0.0)
+
+    def add_verify(self, record: StepRecord, number: int, process: Process, times_ms: tuple[float, float]) -> None:
+        """The verification of the request's round `number`."""
+        start_ms, end_ms = times_ms
+        a_round = self._begin(number, start_ms, end_ms)
+        a_round.record = record
+        self._note_outcome(a_round, record, start_ms)
+        worker = worker_attributes(process)
+        span = self._maker.span(
+            "verify",
+            start_ms,
+            end_ms,
+            parent_id=a_round.span_id,
+            process=process,
+            attributes=verify_attributes(worker, record, number),
+            links=tuple(self._by_number[n].span_id for n in record.draft_steps if n in self._by_number),
+        )
+        self._emit(span)
+        self._emit_ranks(span, record, worker, start_ms)
+
+    def add_draft(self, key: StepKey, record: StepRecord, process: Process, times_ms: tuple[float, float]) -> None:
+        start_ms, end_ms = times_ms
+        attributes = draft_attributes(worker_attributes(process), record)
+        span = self._maker.span("draft", start_ms, end_ms, process=process, attributes=attributes)
+        draft = _Draft(span.span_id, start_ms, end_ms, span)
+        _remember(self._drafts, key, draft)
+        a_round = self._round_at(start_ms)
+        if a_round is None:
+            self._waiting.append(draft)
+        else:
+            self._put(draft, a_round)
+
+    def add_event(self, event: SpanEvent, at_ms: float) -> None:
+        """Something that happened on a worker: it is told with the round in which it did."""
+        a_round = self._round_at(at_ms)
+        if a_round is None or a_round.is_written:
+            self._events.append((at_ms, event))
+        else:
+            a_round.events.append(event)
+
+    # Told by the request's life
+
+    def count_draft(self, key: StepKey, number: int, draft_ms: float) -> None:
+        """Nodes of a draft step came for the first time: the statistics know it by this number."""
+        draft = self._drafts.get(key)
+        if draft is None:
+            self._carried_ms += draft_ms
+            return
+        _remember(self._by_number, number, draft)
+        if draft.round is None:
+            draft.draft_ms = draft_ms
+        else:
+            self._add_draft_ms(draft.round, draft_ms)
+
+    def settle(self, length: int) -> None:
+        """So many tokens are part of the answer. Rounds that can be written are."""
+        while len(self._open) > NUM_OPEN_ROUNDS and self._open[0].end_base <= length:
+            self._write(self._open.popleft())
+
+    def lose_target(self, now_ms: float, length: int, error: str) -> None:
+        """Its session is gone with what it had not committed; the round that ran then is ended."""
+        self._cut(length)
+        if self._last_end_ms is not None:
+            self._begin(self._last_number + 1, now_ms, now_ms).error = error
+        self._last_end_ms = None
+
+    def finish(self, length: int, *, over_ms: float, error: str) -> list[SpanEvent]:
+        """Write all that is left of an answer that has ended so. Returns the events that belong to no round."""
+        self._cut(length)
+        if error and self._last_end_ms is not None and self._last_end_ms < over_ms:
+            self._begin(self._last_number + 1, over_ms, over_ms).error = error
+        for draft in self._waiting:
+            self._carried_ms += draft.draft_ms
+            self._send(draft, self._maker.identity.span_id)
+        self._waiting.clear()
+        self._move_draft_time_of_cut_rounds()
+        while self._open:
+            self._write(self._open.popleft())
+        rest = [event for _, event in self._events]
+        self._events.clear()
+        return rest
+
+    # Rounds
+
+    def _begin(self, number: int, start_ms: float, end_ms: float) -> _Round:
+        """The next round, with all that waited for it."""
+        if self._last_end_ms is not None:
+            start_ms = self._last_end_ms
+        a_round = _Round(self._maker.new_id(), number, start_ms, max(start_ms, end_ms))
+        self._open.append(a_round)
+        self._last_end_ms, self._last_number = a_round.end_ms, number
+        own = [draft for draft in self._waiting if draft.start_ms < a_round.end_ms]
+        self._waiting = [draft for draft in self._waiting if draft.start_ms >= a_round.end_ms]
+        for draft in own:
+            self._put(draft, a_round)
+        a_round.events += [event for at_ms, event in self._events if at_ms < a_round.end_ms]
+        self._events = [(at_ms, event) for at_ms, event in self._events if at_ms >= a_round.end_ms]
+        return a_round
+
+    def _cut(self, length: int) -> None:
+        for a_round in self._open:
+            if a_round.record is not None and a_round.end_base > length:
+                a_round.num_cut = min(a_round.record.num_committed, a_round.end_base - length)
+
+    def _move_draft_time_of_cut_rounds(self) -> None:
+        """The statistics count it although they leave the rounds out."""
+        for a_round in self._open:
+            if a_round.is_cut:
+                self._carried_ms, a_round.draft_ms = self._carried_ms + a_round.draft_ms, 0.0
+        delivered = [a_round for a_round in self._open if not a_round.is_cut]
+        if delivered:
+            delivered[-1].draft_ms += self._carried_ms
+            self._carried_ms = 0.0
+
+    def _note_outcome(self, a_round: _Round, record: StepRecord, at_ms: float) -> None:
+        if record.outcome.value != "none":
+            a_round.events.append(self._maker.event(record.outcome.value, at_ms))
+        for name, count in (("late", record.num_late), ("stale", record.num_stale)):
+            if count:
+                a_round.events.append(self._maker.event(name, at_ms, num_extensions=count))
+
+    def _write(self, a_round: _Round) -> None:
+        a_round.is_written = True
+        self._written.append(a_round)
+        self._emit(
+            self._maker.span(
+                "round",
+                a_round.start_ms,
+                a_round.end_ms,
+                span_id=a_round.span_id,
+                attributes=self._attributes(a_round),
+                events=tuple(sorted(a_round.events, key=lambda event: event.unix_nanos)),
+                error=a_round.error,
+            )
+        )
+
+    def _attributes(self, a_round: _Round) -> Attributes:
+        record = a_round.record
+        exposed_ms = 0.0 if record is None or a_round.is_cut else record.exposed_ms
+        draft_ms, self._carried_ms = a_round.draft_ms + self._carried_ms, 0.0
+        self._draft_ms += draft_ms
+        self._exposed_ms += exposed_ms
+        hidden_ms, self._hidden_ms = self._hidden_ms, max(0.0, self._draft_ms - self._exposed_ms)
+        attributes: Attributes = {
+            "specpipe.round": a_round.number,
+            "specpipe.draft_ms": draft_ms,
+            "specpipe.exposed_ms": exposed_ms,
+            "specpipe.hidden_ms": self._hidden_ms - hidden_ms,
+        }
+        if record is not None:
+            attributes |= round_attributes(record)
+        if a_round.num_cut:
+            attributes["specpipe.num_cut"] = a_round.num_cut
+        return attributes
+
+    # Draft steps
+
+    def _round_at(self, at_ms: float) -> _Round | None:
+        """The first round that ends later; None: it is not known yet."""
+        found = None
+        for a_round in (*reversed(self._open), *reversed(self._written)):
+            if a_round.end_ms <= at_ms:
+                break
+            found = a_round
+        return found
+
+    def _put(self, draft: _Draft, a_round: _Round) -> None:
+        draft.round = a_round
+        if not a_round.is_written:
+            a_round.start_ms = min(a_round.start_ms, draft.start_ms)  # earlier only if it is a session's first
+        self._add_draft_ms(a_round, draft.draft_ms)
+        self._send(draft, a_round.span_id)
+
+    def _add_draft_ms(self, a_round: _Round, draft_ms: float) -> None:
+        if a_round.is_written:
+            self._carried_ms += draft_ms
+        else:
+            a_round.draft_ms += draft_ms
+
+    def _send(self, draft: _Draft, parent_id: int) -> None:
+        if draft.span is not None:
+            self._emit(replace(draft.span, parent_id=parent_id))
+            draft.span = None
+
+    def _emit_ranks(self, verify: Span, record: StepRecord, worker: Attributes, start_ms: float) -> None:
+        if not self._has_ranks:
+            return
+        for rank, forward_ms in enumerate(record.rank_ms):
+            attributes: Attributes = {**worker, "specpipe.rank": rank, "specpipe.forward_ms": forward_ms}
+            self._emit(
+                self._maker.span(
+                    "rank",
+                    start_ms,
+                    start_ms + forward_ms,
+                    parent_id=verify.span_id,
+                    process=verify.process,
+                    attributes=attributes,
+                )
+            )
+
+
+def _remember(drafts: dict[_Key, _Draft], key: _Key, draft: _Draft) -> None:
+    """The oldest is forgotten beyond the bound."""
+    drafts[key] = draft
+    if len(drafts) > MAX_DRAFTS:
+        del drafts[next(iter(drafts))]

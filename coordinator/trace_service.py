@@ -1,0 +1,34 @@
+"""TraceService: what was done for a request, for whoever has no trace backend.
+
+Owns: the RPC. Must not know: how spans come about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.tracing import Tracing
+from specpipe.codec_trace import trace_to_pb
+from specpipe.errors import TraceNotFoundError
+from specpipe.rpc.v1 import trace_pb2, trace_pb2_grpc
+
+SERVICE_NAME = "specpipe.rpc.v1.TraceService"
+
+
+class TraceService(trace_pb2_grpc.TraceServiceServicer):
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    async def GetTrace(  # noqa: N802 (the name is the RPC's)
+        self,
+        request: trace_pb2.GetTraceRequest,
+        context: Any,  # noqa: ARG002
+    ) -> trace_pb2.GetTraceResponse:
+        """Raises TraceNotFoundError."""
+        kept = self._tracing.find(request.request_id)
+        if kept is None:
+            raise TraceNotFoundError(
+                f"nothing is kept of a request {request.request_id!r}: only the last requests are that were sampled at "
+                "trace level round, or that asked for it with trace: true (specpipe generate --trace)"
+            )
+        return trace_to_pb(kept)
