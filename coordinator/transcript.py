@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from coordinator.detokenizer import AnswerText
 from coordinator.requests import Request
-from coordinator.statistics import RequestStatistics, cut_commit
+from coordinator.statistics import RequestStatistics, cut_commit, told_rounds
 from specpipe.answers import Chunk, Finished, Timing
 from specpipe.errors import InvariantError
 from specpipe.types import Commit, FinishReason
@@ -56,7 +56,7 @@ class Transcript:
         Returns it as far as it belongs to the answer (its finish_reason says whether it ends there) and the client's
         piece. Raises InvariantError if it is too long.
         """
-        commit, texts = self._read(commit)
+        commit, texts = self._read(told_rounds(commit))
         if len(self.tokens) + len(commit.tokens) > self._request.stops.max_length:
             raise InvariantError("the target committed tokens beyond max_length")
         self.tokens += commit.tokens

@@ -23,6 +23,11 @@ class Room:
         self._seen_version = pool.version
 
     @property
+    def pool(self) -> SlotPool:
+        """To look at."""
+        return self._pool
+
+    @property
     def num_free(self) -> int:
         return self._pool.num_free
 

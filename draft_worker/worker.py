@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from draft_worker.growth import DraftStep, GrowthRules
+from draft_worker.load import load_of
 from draft_worker.progress import Progress
 from draft_worker.recording import DraftRecorder
 from draft_worker.room import Room
@@ -33,7 +34,7 @@ from specpipe.errors import CapacityError, DuplicateRequestError, ErrorCode, Inv
 from specpipe.recording import StepRun
 from specpipe.reports import SessionEventKind
 from specpipe.step_costs import StepCosts
-from specpipe.telemetry.observer import NULL_OBSERVER, StepObserver
+from specpipe.telemetry.observer import NULL_OBSERVER, StepObserver, WorkerLoad
 from specpipe.types import (
     Close,
     Closed,
@@ -147,6 +148,9 @@ class DraftLoop:
     def heartbeat(self) -> Heartbeat:
         """What the thread does now. May be called from any thread."""
         return self._progress.heartbeat(self._clock())
+
+    def load(self) -> WorkerLoad:
+        return load_of(tuple(self._sessions.values()), self._room.pool)
 
     def check(self) -> None:
         """Raise InvariantError unless every session is sound and free + referenced slots = all."""

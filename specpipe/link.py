@@ -126,6 +126,11 @@ class Outbox:
         """Sessions with something pending."""
         return len(self._sessions)
 
+    @property
+    def num_dropped(self) -> int:
+        """All that was dropped."""
+        return self.num_dropped_extensions + self.num_dropped_messages
+
     def put(self, message: SessionMessage) -> bool:
         with self._lock:
             pending = self._sessions.setdefault(message.session, _Pending())

@@ -82,6 +82,7 @@ class ModelThread:
         self._numbers = itertools.count(1)
         self._links: dict[int, _Link] = {}
         self._mail: dict[int, _Link] = {}  # links with something for the thread, in order of the first of it
+        self._num_dropped_before = (0, 0)  # in and out, of links that are gone
         self._is_stopping = False
         self._step_loop: StepLoop | None = None
         self._event_loop: asyncio.AbstractEventLoop
@@ -135,6 +136,23 @@ class ModelThread:
         """Sessions with messages that the step loop has not received yet."""
         state = self._links.get(link)
         return 0 if state is None else state.inbox.num_sessions
+
+    @property
+    def num_waiting(self) -> tuple[int, int]:
+        """Sessions with messages on their way in, and on their way out. On any thread."""
+        links = tuple(self._links.values())
+        return sum(link.inbox.num_sessions for link in links), sum(link.outbox.num_sessions for link in links)
+
+    @property
+    def num_dropped(self) -> tuple[int, int]:
+        """Messages that gave way to newer ones on their way in, and on their way out. On any thread; never falls."""
+        with self._condition:
+            num_in, num_out = self._num_dropped_before
+            links = self._links.values()
+            return (
+                num_in + sum(link.inbox.num_dropped for link in links),
+                num_out + sum(link.outbox.num_dropped for link in links),
+            )
 
     def send(self, link: int, message: SessionMessage) -> None:
         """See `Send`. Wakes the event loop at most once until it has looked."""
@@ -193,6 +211,8 @@ class ModelThread:
         if link.is_lost:
             with self._condition:
                 del self._links[number]
+                num_in, num_out = self._num_dropped_before
+                self._num_dropped_before = (num_in + link.inbox.num_dropped, num_out + link.outbox.num_dropped)
             step_loop.link_lost(number)
             return
         while (batch := link.inbox.take()) is not None:

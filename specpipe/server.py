@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from specpipe.causes import cause_of
 from specpipe.config import ServerConfig
 from specpipe.errors import ERROR_BY_CODE, CapacityError, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.rpc_metrics import MeasuringInterceptor, RpcMetrics
 from specpipe.transport_errors import CODES, sentence_of
 
 logger = logging.getLogger(__name__)
@@ -122,24 +123,27 @@ def create_server(
     service_names: Sequence[str],
     *,
     max_concurrent_calls: int | None = None,
+    metrics: RpcMetrics | None = None,
 ) -> Server:
     """Take the port and prepare a server for services with these full names.
 
     Add services to `Server.grpc_server`, then `await Server.start()`. More than `max_concurrent_calls` calls at once
-    (health and reflection apart) are refused with RESOURCE_EXHAUSTED. Raises ConfigError if the port cannot be had.
+    (health and reflection apart) are refused with RESOURCE_EXHAUSTED. `metrics` measures calls. Raises ConfigError if
+    the port cannot be had.
     """
     limits = [] if max_concurrent_calls is None else [CallLimitInterceptor(max_concurrent_calls, service_names)]
-    grpc_server = grpc.aio.server(interceptors=[ErrorInterceptor(), *limits], options=server_options())
+    measuring = [] if metrics is None else [MeasuringInterceptor(metrics)]  # first: it sees how a call really ends
+    grpc_server = grpc.aio.server(interceptors=[*measuring, ErrorInterceptor(), *limits], options=server_options())
     port = _take_port(grpc_server, config.host, config.port)
-    return Server(grpc_server, _join(config.host, port), service_names)
+    return Server(grpc_server, join_address(config.host, port), service_names)
 
 
 def _take_port(grpc_server: grpc.aio.Server, host: str, port: int) -> int:
     check_port(host, port)
     try:
-        return grpc_server.add_insecure_port(_join(host, port))
+        return grpc_server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {_join(host, port)}: {error}") from None
+        raise ConfigError(f"cannot listen on {join_address(host, port)}: {error}") from None
 
 
 def check_port(host: str, port: int) -> None:
@@ -153,10 +157,10 @@ def check_port(host: str, port: int) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is already in use") from None
-        raise ConfigError(f"cannot listen on {_join(host, port)}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror or error}") from None
 
 
-def _join(host: str, port: int) -> str:
+def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

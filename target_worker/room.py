@@ -41,6 +41,11 @@ class Room:
         self._on_preempted = on_preempted
 
     @property
+    def pool(self) -> SlotPool:
+        """To look at."""
+        return self._pool
+
+    @property
     def num_free(self) -> int:
         return self._pool.num_free
 

@@ -25,7 +25,7 @@ from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateReque
 from specpipe.recording import StepRun
 from specpipe.reports import SessionEventKind
 from specpipe.step_costs import StepCosts
-from specpipe.telemetry.observer import NULL_OBSERVER, ExtensionOutcome, IdleCause, StepObserver
+from specpipe.telemetry.observer import NULL_OBSERVER, ExtensionOutcome, IdleCause, StepObserver, WorkerLoad
 from specpipe.tree import GraftOutcome
 from specpipe.types import (
     Close,
@@ -40,6 +40,7 @@ from specpipe.types import (
     RoundStats,
     SessionMessage,
 )
+from target_worker.load import load_of
 from target_worker.planner import Planner
 from target_worker.room import Room
 from target_worker.scheduler import next_budget
@@ -139,6 +140,9 @@ class TargetLoop:
             num_sessions=len(self._sessions),
             num_free_slots=self._room.num_free,
         )
+
+    def load(self) -> WorkerLoad:
+        return load_of(tuple(self._sessions.values()), frozenset(self._paused), self._room.pool)
 
     def _open(self, link: int, opened: Open) -> None:
         if (link, opened.session) in self._sessions:

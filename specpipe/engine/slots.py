@@ -63,6 +63,10 @@ class SlotPool:
         """Of the free ones, those that keep what was computed in them."""
         return self._num_idle
 
+    @property
+    def num_held(self) -> int:
+        return self.num_slots - 1 - self.num_free
+
     def can_allocate(self, count: int) -> bool:
         return count <= self.num_free
 
@@ -177,7 +181,7 @@ class SlotPool:
                 heapq.heappush(self._free, slot)
 
     def _note_held(self) -> None:
-        self._most_held = max(self._most_held, self.num_slots - 1 - self.num_free)
+        self._most_held = max(self._most_held, self.num_held)
 
     def _limit_idle(self) -> None:
         limit = max(MIN_IDLE, IDLE_PER_HELD * self._most_held)

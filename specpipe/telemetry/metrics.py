@@ -1,59 +1,65 @@
 """Metrics of one process, from its start to its end.
 
-Owns: whether there are any. Must not know: what is counted (`specpipe.telemetry.instruments` and whoever fills them).
-OpenTelemetry is loaded only if there are some.
+Owns: whether there are any, and what every process counts. Must not know: what a service does. OpenTelemetry is loaded
+only if there are some, and nothing is counted otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Protocol
 
-import specpipe
 from specpipe.config import TelemetryConfig
+from specpipe.rpc_metrics import RpcMetrics
 from specpipe.spans import Role
-from specpipe.telemetry.instruments import Instruments
+from specpipe.telemetry.instruments import Description, Instruments
+from specpipe.telemetry.resources import own_process, resource_of
 
 
-def has_metrics(config: TelemetryConfig) -> bool:
-    return config.metrics_port is not None or bool(config.otlp_endpoint)
+class Serving(Protocol):
+    """A server, as far as its health goes."""
+
+    is_serving: bool
 
 
-@asynccontextmanager
-async def metrics_told(role: Role, config: TelemetryConfig, host: str, instruments: Instruments) -> AsyncIterator[str]:
-    """While open, what `instruments` count is served and pushed, as far as the configuration asks for it.
+class ProcessMetrics:
+    """`told` tells what `instruments` count, as far as the configuration asks for it."""
 
-    Gives HOST:PORT of /metrics, or "". All instruments must be declared before. Raises ConfigError if the port cannot
-    be had. Leaving takes a few seconds at most, whatever the receiver does.
-    """
-    if not has_metrics(config):
-        yield ""
-        return
-    from specpipe.telemetry.provider import Provider
+    def __init__(self, role: Role, config: TelemetryConfig, host: str) -> None:
+        self.instruments = Instruments()
+        self.is_on = config.metrics_port is not None or bool(config.otlp_endpoint)
+        self.rpc = RpcMetrics(self.instruments) if self.is_on else None
+        self._role = role
+        self._config = config
+        self._host = host
 
-    provider = Provider(
-        instruments,
-        _resource(role),
-        host=host,
-        port=config.metrics_port,
-        otlp_endpoint=config.otlp_endpoint,
-    )
-    try:
-        yield provider.address
-    finally:
-        await asyncio.to_thread(provider.close)
+    def watch(self, server: Serving) -> None:
+        """Called once, before `told`."""
+        serving = Description(name="specpipe.serving", unit="1", text="1 while health is SERVING.")
+        self.instruments.gauge(serving, lambda: {(): int(server.is_serving)})
 
+    @asynccontextmanager
+    async def told(self) -> AsyncIterator[str]:
+        """While open, Prometheus is answered and OTLP is pushed. Gives HOST:PORT of /metrics, or "".
 
-def _resource(role: Role) -> dict[str, str]:
-    """https://opentelemetry.io/docs/specs/semconv/resource/"""
-    host, pid = socket.gethostname(), str(os.getpid())
-    return {
-        "service.name": f"specpipe-{role.value}",
-        "service.instance.id": f"{host}:{pid}",
-        "service.version": specpipe.__version__,
-        "host.name": host,
-        "process.pid": pid,
-    }
+        All instruments are declared before. Raises ConfigError if the port cannot be had. Leaving takes a few seconds
+        at most, whatever the receiver does.
+        """
+        if not self.is_on:
+            yield ""
+            return
+        from specpipe.telemetry.provider import Provider
+
+        provider = Provider(
+            self.instruments,
+            resource_of(own_process(self._role)),
+            host=self._host,
+            port=self._config.metrics_port,
+            otlp_endpoint=self._config.otlp_endpoint,
+        )
+        try:
+            yield provider.address
+        finally:
+            await asyncio.to_thread(provider.close)

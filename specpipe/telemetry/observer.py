@@ -86,5 +86,5 @@ class LoadedLoop(Protocol):
     """A step loop that says what it holds."""
 
     def load(self) -> WorkerLoad:
-        """May be called on any thread."""
+        """Called on another thread than the loop's: numbers that change meanwhile may belong to two moments."""
         ...

@@ -30,6 +30,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, GCCollector, MetricsHandler, PlatformCollector, ProcessCollector
 
 from specpipe.errors import ConfigError
+from specpipe.server import join_address
 from specpipe.telemetry.instruments import Description, Histogram, Instruments, Labels, Observed
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ logger = logging.getLogger(__name__)
 PATH = "/metrics"
 PUSH_INTERVAL_S = 15.0
 PUSH_TIMEOUT_S = 3.0
-"""Of one push, its retries included. The last one at the end of the process may wait for one that is under way."""
+"""Of one push, its retries included."""
+CLOSE_TIMEOUT_S = 2.0
+"""Of the last push, at the end of the process, and of one that is under way then."""
 REQUEST_TIMEOUT_S = 10.0
 """Of a scraper that says nothing."""
 
@@ -49,7 +52,13 @@ class Provider:
     """
 
     def __init__(
-        self, instruments: Instruments, resource: Mapping[str, str], *, host: str, port: int | None, otlp_endpoint: str
+        self,
+        instruments: Instruments,
+        resource: Mapping[str, str | int],
+        *,
+        host: str,
+        port: int | None,
+        otlp_endpoint: str,
     ) -> None:
         self._page = None if port is None else _Page(host, port)
         points = _HistogramPoints(instruments)
@@ -59,7 +68,7 @@ class Provider:
         if otlp_endpoint:
             readers.append(_PushingReader(points, otlp_endpoint))
         self._provider = MeterProvider(metric_readers=readers, resource=Resource(resource), shutdown_on_exit=False)
-        meter = self._provider.get_meter("specpipe", resource["service.version"])
+        meter = self._provider.get_meter("specpipe", str(resource["service.version"]))
         for observed in instruments.observed:
             _observe(meter, observed)
         if self._page is not None:
@@ -71,11 +80,11 @@ class Provider:
         return "" if self._page is None else self._page.address
 
     def close(self) -> None:
-        """Push once more and end. Blocks for PUSH_TIMEOUT_S, or twice that if a push was under way and hung."""
+        """Push once more and end. Blocks for CLOSE_TIMEOUT_S at most."""
         with ThreadPoolExecutor(1) as pool:
             if self._page is not None:
                 pool.submit(self._page.close)
-            self._provider.shutdown(timeout_millis=1000 * PUSH_TIMEOUT_S)
+            self._provider.shutdown(timeout_millis=1000 * CLOSE_TIMEOUT_S)
 
 
 def _observe(meter: Meter, observed: Observed) -> None:
@@ -192,7 +201,7 @@ class _Page:
             of_process(registry=self.registry)
         self._server = _listen(host, port, _Handler.factory(self.registry))
         taken = self._server.server_address[1]
-        self.address = f"[{host}]:{taken}" if ":" in host else f"{host}:{taken}"
+        self.address = join_address(host, taken)
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
 
     def start(self) -> None:
