@@ -101,6 +101,7 @@ def open_message(
     seed: int = 7,
     max_length: int = 1000,
     num_speculative_tokens: int | None = None,
+    wants_reports: bool = False,
 ) -> Open:
     return Open(
         session=session,
@@ -110,6 +111,7 @@ def open_message(
         sampling=SamplingParams(temperature=temperature, seed=seed),
         stops=StopRules(max_length=max_length),
         speculation=SpeculationParams(mode=mode, num_speculative_tokens=num_speculative_tokens, drafter="model"),
+        wants_reports=wants_reports,
     )
 
 

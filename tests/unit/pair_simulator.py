@@ -11,10 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from report_books import DraftBook
 from target_simulator import LINK, Answer, Clock, TimedModel
 
 from draft_worker.worker import DraftLoop
 from specpipe.config import DraftWorkerConfig, EngineConfig, TargetWorkerConfig
+from specpipe.reports import Report
 from specpipe.step_costs import StepCosts
 from specpipe.testing import TableModel
 from specpipe.types import Close, Closed, Commit, Extension, Open, SessionMessage
@@ -72,6 +74,7 @@ class PairSimulator:
         loses: Callable[[Extension], bool] = lambda extension: False,
     ) -> None:
         self.answers: dict[int, Answer] = {}
+        self.draft_books: dict[int, DraftBook] = {}
         self.draft_steps = 0
         self._hop_s = hop_ms / 1e3
         self._loses = loses
@@ -98,6 +101,7 @@ class PairSimulator:
 
     def open(self, opened: Open) -> Answer:
         answer = self.answers[opened.session] = Answer(opened, list(opened.tokens))
+        self.draft_books[opened.session] = DraftBook(opened)
         self.target.post(self.target.clock.now, opened)
         if opened.speculation.drafter == "model":
             self.draft.post(self.target.clock.now, opened)
@@ -121,7 +125,8 @@ class PairSimulator:
                 self.draft.post(now + self._hop_s, Close(session=message.session))
 
     def _from_draft(self, link: int, message: SessionMessage) -> None:
+        self.draft_books[message.session].take(message)
         if isinstance(message, Extension) and not self._loses(message):
             at = self.draft.clock.now + self._hop_s
             self.target.post(at, replace(message, arrived_s=at))
-        assert isinstance(message, Extension | Closed), message
+        assert isinstance(message, Extension | Closed | Report), message

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from report_books import RoundBook
 
 from specpipe.config import EngineConfig, TargetWorkerConfig
 from specpipe.engine.interface import StepBatch
@@ -92,6 +93,7 @@ def create_open(
     min_tokens: int = 0,
     remaining_ms: float | None = None,
     num_prompt_tokens: int | None = None,
+    wants_reports: bool = False,
     **sampling: float,
 ) -> Open:
     num_prompt = len(prompt) if num_prompt_tokens is None else num_prompt_tokens
@@ -110,6 +112,7 @@ def create_open(
         ),
         speculation=SpeculationParams(mode=mode, num_speculative_tokens=k, drafter=drafter),
         remaining_ms=remaining_ms,
+        wants_reports=wants_reports,
     )
 
 
@@ -143,12 +146,16 @@ class Answer:
     failed: Failed | None = None
     closed: Closed | None = None
 
+    def __post_init__(self) -> None:
+        self.book = RoundBook(self.opened)
+
     @property
     def new_tokens(self) -> list[int]:
         return self.tokens[len(self.opened.tokens) :]
 
     def take(self, message: SessionMessage) -> None:
         assert self.closed is None, f"{message} after Closed"
+        self.book.take(message)
         if isinstance(message, Commit):
             assert message.base == len(self.tokens)
             assert len(message.origins) == len(message.tokens) >= 1

@@ -19,7 +19,9 @@ from draft_harness import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_books import DraftBook
 
+from specpipe.reports import Report
 from specpipe.testing import TableModel
 from specpipe.types import Closed, Extension, Failed, Mode, NeedTokens, Open
 
@@ -39,6 +41,9 @@ class Peer:
     opened: Open
     tokens: list[int]
     is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.book = DraftBook(self.opened)
 
 
 class World:
@@ -71,7 +76,9 @@ class World:
         session = len(self.peers) + 1
         tokens = [(value + i) % VOCAB for i in range(1 + value % 40)]
         mode = Mode.SYNC if value % 3 == 0 else Mode.PIPELINED
-        opened = open_message(session, tokens, mode=mode, temperature=value % 2 * 0.8, seed=value)
+        opened = open_message(
+            session, tokens, mode=mode, temperature=value % 2 * 0.8, seed=value, wants_reports=value % 4 > 0
+        )
         self.peers[session] = Peer(opened, tokens)
         self.harness.receive(opened)
 
@@ -109,6 +116,9 @@ class World:
     def receive(self) -> None:
         for message in self.harness.take():
             peer = self.peers[message.session]
+            peer.book.take(message)
+            if isinstance(message, Report):
+                continue
             if isinstance(message, Closed):
                 peer.is_closed = True
             elif isinstance(message, NeedTokens):

@@ -72,6 +72,7 @@ def test_whatever_the_network_does_the_answers_are_the_plain_ones(
             seed=chance.randrange(2**64),
             eos=(3,) if chance.random() < 0.5 else (),
             drafter=chance.choice(["model", "model", "ngram", "none"]),
+            wants_reports=chance.random() < 0.7,
         )
         for number in range(1, chance.randint(2, 7))
     ]
@@ -97,5 +98,9 @@ def test_whatever_the_network_does_the_answers_are_the_plain_ones(
         stats = answer.stats
         assert stats.num_accepted <= stats.num_verified <= stats.num_drafted
         assert stats.num_first_ranked <= stats.num_judged
+        assert len(answer.book.rounds) == (stats.num_rounds if opened.wants_reports else 0)
+        assert sum(step.exposed_ms for step in answer.book.rounds) == (
+            sum(commit.stats.exposed_ms for commit in answer.commits) if opened.wants_reports else 0
+        )
     assert sim.loop.heartbeat().num_sessions == 0
     assert sim.loop.heartbeat().num_free_slots == num_slots - 1
