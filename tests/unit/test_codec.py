@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specpipe import codec, codec_hello
+from specpipe import codec, codec_hello, codec_reports
 from specpipe.errors import ErrorCode, InvalidRequestError
+from specpipe.reports import (
+    MAX_REPORT_RECORDS,
+    Outcome,
+    Report,
+    SessionEvent,
+    SessionEventKind,
+    StepKind,
+    StepRecord,
+)
 from specpipe.rpc.v1 import common_pb2, worker_pb2
 from specpipe.types import (
     Batch,
@@ -27,6 +36,7 @@ from specpipe.types import (
     NeedTokens,
     Open,
     Origin,
+    ProcessInfo,
     Proposal,
     RoundStats,
     Rule,
@@ -87,6 +97,8 @@ def opens(draw):
         priority=draw(st.integers(-(2**31), 2**31 - 1)),
         trace_context=draw(names),
         adapter=draw(names),
+        vocab_size=draw(u32),
+        wants_reports=draw(st.booleans()),
     )
 
 
@@ -153,14 +165,32 @@ models = st.builds(
     eos_token_ids=st.lists(u32, max_size=3).map(tuple),
 )
 hellos = st.builds(
-    Hello, protocol_version=u32, incarnation=u64, model=st.none() | models, num_slots=u32, max_sessions=u32
+    Hello,
+    protocol_version=u32,
+    incarnation=u64,
+    model=st.none() | models,
+    num_slots=u32,
+    max_sessions=u32,
+    process=st.builds(ProcessInfo, host=names, pid=u32, version=names),
 )
+steps = st.builds(
+    StepRecord,
+    kind=st.sampled_from(StepKind),
+    step=u64,
+    outcome=st.sampled_from(Outcome),
+    draft_steps=st.lists(u64, max_size=3).map(tuple),
+    rank_ms=st.lists(durations, max_size=3).map(tuple),
+    **{name: u32 for name in StepRecord.__slots__ if name.startswith(("num_", "batch_")) or name in ("round", "base")},
+    **{name: durations for name in StepRecord.__slots__ if name.endswith("_ms") and name != "rank_ms"},
+)
+events = st.builds(SessionEvent, kind=st.sampled_from(SessionEventKind), since_open_ms=durations, base=u32)
 
 
 def few(strategy):
     return st.lists(strategy, max_size=3).map(tuple)
 
 
+reports = st.builds(Report, session=u64, since_open_ms=durations, steps=few(steps), events=few(events), num_lost=u32)
 batches = st.builds(
     Batch,
     sequence=u64,
@@ -172,6 +202,7 @@ batches = st.builds(
     closes=few(st.builds(Close, session=u64, reason=names)),
     closed=few(st.builds(Closed, session=u64, length=u32)),
     heartbeat=st.none() | heartbeats,
+    reports=few(reports),
 )
 
 
@@ -209,8 +240,11 @@ def test_enums_of_the_wire_have_no_value_that_types_lack():
         (common_pb2.FinishReason, FinishReason),
         (common_pb2.Origin, Origin),
         (common_pb2.ErrorCode, ErrorCode),
+        (worker_pb2.StepKind, StepKind),
+        (worker_pb2.SessionEventKind, SessionEventKind),
     ):
         assert len(wire.keys()) == len(kind) + 1
+    assert len(worker_pb2.Outcome.keys()) == len(Outcome)  # NONE is the wire's UNSPECIFIED
 
 
 def test_every_field_of_types_is_on_the_wire():
@@ -221,6 +255,10 @@ def test_every_field_of_types_is_on_the_wire():
         (RoundStats, worker_pb2.RoundStats),
         (Failed, worker_pb2.Failed),
         (Hello, worker_pb2.Hello),
+        (ProcessInfo, worker_pb2.ProcessInfo),
+        (Report, worker_pb2.Report),
+        (StepRecord, worker_pb2.StepRecord),
+        (SessionEvent, worker_pb2.SessionEvent),
         (Batch, worker_pb2.Batch),
         (ModelInfo, common_pb2.ModelInfo),
         (SamplingParams, common_pb2.ResolvedSampling),
@@ -348,16 +386,64 @@ def test_a_wrong_commit_is_refused(changes, message):
         codec.commit_from_pb(a_commit_pb(**changes), LIMITS)
 
 
+WRONG_REPORTS = [
+    ({"since_open_ms": math.nan}, "since_open_ms is nan"),
+    ({"since_open_ms": -1.0}, "since_open_ms is -1.0"),
+    ({"steps": [worker_pb2.StepRecord()] * (MAX_REPORT_RECORDS + 1)}, "more than 512 records"),
+    ({"events": [worker_pb2.SessionEvent()] * (MAX_REPORT_RECORDS + 1)}, "more than 512 records"),
+    ({"events": [worker_pb2.SessionEvent(kind=1, since_open_ms=math.inf)]}, "since_open_ms is inf"),
+    *(
+        ({"steps": [worker_pb2.StepRecord(kind=2, **{name: -0.5})]}, f"{name} is -0.5")
+        for name in StepRecord.__slots__
+        if name.endswith("_ms") and name != "rank_ms"
+    ),
+    ({"steps": [worker_pb2.StepRecord(kind=2, rank_ms=[1.0, math.nan])]}, "rank_ms is nan"),
+    ({"steps": [worker_pb2.StepRecord(kind=2, rank_ms=[0.0] * 1025)]}, "too many ranks"),
+    ({"steps": [worker_pb2.StepRecord(kind=2, draft_steps=range(4097))]}, "too many ranks or draft steps"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_REPORTS)
+def test_a_wrong_report_is_refused(changes, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        codec_reports.report_from_pb(worker_pb2.Report(session=7, **changes))
+
+
+def test_records_that_this_version_does_not_know_are_counted_as_lost():
+    known = worker_pb2.StepRecord(kind=2, step=5, outcome=99)
+    report_pb = worker_pb2.Report(
+        session=7,
+        steps=[worker_pb2.StepRecord(kind=77), known, worker_pb2.StepRecord()],
+        events=[worker_pb2.SessionEvent(kind=77)],
+        num_lost=4,
+    )
+    report = codec_reports.report_from_pb(over_the_wire(report_pb))
+    assert report == Report(session=7, steps=(StepRecord(kind=StepKind.VERIFY, step=5),), num_lost=7)
+
+
+def test_a_host_of_any_length_is_cut():
+    told = ProcessInfo(host="h" * 5000, pid=3, version="v" * 5000)
+    hello = codec_hello.hello_from_pb(codec_hello.hello_to_pb(Hello(protocol_version=1, incarnation=2, process=told)))
+    assert (len(hello.process.host), hello.process.pid, len(hello.process.version)) == (1024, 3, 1024)
+
+
 def test_a_wrong_message_costs_only_itself():
     batch_pb = worker_pb2.Batch(
         sequence=1,
         opens=[an_open_pb(session=1), an_open_pb(session=2, num_prompt_tokens=0), an_open_pb(session=3)],
         commits=[a_commit_pb(session=4, origins=[])],
         failures=[worker_pb2.Failed(session=5, code=0)],
+        reports=[worker_pb2.Report(session=6, since_open_ms=-1.0), worker_pb2.Report(session=7)],
     )
     batch, rejected = codec.batch_from_pb(batch_pb, LIMITS)
     assert [message.session for message in batch.opens] == [1, 3]
-    assert [(rejection.session, rejection.kind) for rejection in rejected] == [(2, Open), (4, Commit), (5, Failed)]
+    assert [report.session for report in batch.reports] == [7]
+    assert [(rejection.session, rejection.kind) for rejection in rejected] == [
+        (2, Open),
+        (4, Commit),
+        (5, Failed),
+        (6, Report),
+    ]
     assert str(rejected[0].error).startswith("session 2: Open: num_prompt_tokens")
 
 

@@ -11,12 +11,14 @@ from specpipe.link import (
     MAX_BATCH_COST,
     MAX_PENDING_COMMITS,
     MAX_PENDING_EXTENSIONS,
+    RECORD_COST,
     Arrival,
     Inbox,
     Outbox,
     messages_of,
     union,
 )
+from specpipe.reports import MAX_REPORT_RECORDS, Report, SessionEvent, SessionEventKind, StepKind, StepRecord
 from specpipe.types import (
     Batch,
     Close,
@@ -68,6 +70,17 @@ def a_failure(session):
     return Failed(session=session, code=ErrorCode.INTERNAL, message="m")
 
 
+def a_report(session, steps=(), *, num_events=0, num_lost=0):
+    event = SessionEvent(kind=SessionEventKind.RESYNC, since_open_ms=1.0)
+    return Report(
+        session=session,
+        since_open_ms=float(sum(steps)),
+        steps=tuple(StepRecord(kind=StepKind.VERIFY, step=step) for step in steps),
+        events=(event,) * num_events,
+        num_lost=num_lost,
+    )
+
+
 def taken(outbox):
     batches = []
     while (batch := outbox.take()) is not None:
@@ -110,6 +123,42 @@ def test_no_committed_token_and_no_statistic_is_lost(lengths, data):
     assert sum((commit.stats for commit in commits), RoundStats()).num_rounds == len(lengths)
     assert [commit.finish_reason for commit in commits] == [None] * (len(commits) - 1) + [FinishReason.LENGTH]
     assert [batch.sequence for batch in received] == list(range(1, len(received) + 1))
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.integers(0, 3)), min_size=1, max_size=8))
+def test_reports_of_a_session_become_one_with_its_newest_records_and_a_count_of_the_others(sizes):
+    outbox, steps, num_all = Outbox(), [], 0
+    for num_steps, num_events, num_lost in sizes:
+        new = range(len(steps), len(steps) + num_steps)
+        steps += new
+        num_all += num_steps + num_events + num_lost
+        outbox.put(a_report(1, new, num_events=num_events, num_lost=num_lost))
+    [batch] = taken(outbox)
+    [report] = batch.reports
+    assert [record.step for record in report.steps] == steps[-MAX_REPORT_RECORDS:]
+    assert len(report.events) <= MAX_REPORT_RECORDS
+    assert len(report.steps) + len(report.events) + report.num_lost == num_all
+    assert report.since_open_ms == float(sum(new)), "when the last of them was said"
+
+
+def test_a_report_comes_before_what_its_steps_led_to_whenever_it_is_put():
+    outbox = Outbox()
+    for message in (an_extension(1), a_commit(1, 3, (5,)), a_report(1, [1]), Closed(session=1, length=4)):
+        outbox.put(message)
+    outbox.put(a_report(1, [2]))
+    [batch] = taken(outbox)
+    assert [type(message) for message in messages_of(batch)] == [Report, Extension, Commit, Closed]
+    assert outbox.num_dropped_messages == 1, "nothing joins a pending Closed"
+
+
+def test_records_count_in_what_a_batch_may_hold():
+    outbox = Outbox()
+    num_sessions = 2 * MAX_BATCH_COST // (RECORD_COST * MAX_REPORT_RECORDS)
+    for session in range(num_sessions):
+        outbox.put(a_report(session, range(MAX_REPORT_RECORDS)))
+    batches = taken(outbox)
+    assert len(batches) > 1
+    assert [report.session for batch in batches for report in batch.reports] == list(range(num_sessions))
 
 
 TEXT = tuple(range(100, 140))
