@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from coordinator.driver import Coordinator
 from coordinator.validation import ServiceFacts
 from coordinator.web.app import Begin, Views, create_app
-from coordinator.web.feed import Feed, FeedSettings, SpanSource
+from coordinator.web.feed import Feed, FeedSettings
 from coordinator.web.messages import service_json, state_json
 from coordinator.web.server import PageServer
 
@@ -25,12 +25,11 @@ class LivePage:
         *,
         begin: Begin,
         facts: Callable[[], ServiceFacts | None],
-        spans: SpanSource,
         settings: FeedSettings | None = None,
     ) -> None:
         config = coordinator.config
         assert config.http_port is not None
-        self.feed = Feed(spans, lambda: state_json(coordinator), settings)
+        self.feed = Feed(coordinator.tracing, lambda: state_json(coordinator), settings)
         views = Views(
             begin=begin,
             service=lambda: service_json(facts()),
