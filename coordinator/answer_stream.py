@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from coordinator.metrics import RequestCount
 from coordinator.request_trace import RequestTrace
 from coordinator.state import RequestMachine
 from specpipe.answers import AnswerEvent, Chunk, Finished
@@ -23,10 +24,15 @@ class AnswerStream:
     """
 
     def __init__(
-        self, machine: RequestMachine, on_close: Callable[[AnswerStream], None], trace: RequestTrace | None = None
+        self,
+        machine: RequestMachine,
+        on_close: Callable[[AnswerStream], None],
+        trace: RequestTrace | None = None,
+        count: RequestCount | None = None,
     ) -> None:
         self.machine = machine
         self.trace = trace  # None: the request is not traced
+        self.count = count  # None: nor counted
         self.give_up: Callable[[], object] = lambda: None  # called by the driver when the reader has stalled
         self.over = asyncio.Event()
         """The machine has ended; what is pending may still be taken."""

@@ -39,6 +39,7 @@ from coordinator.events import (
     Unplaced,
 )
 from coordinator.links import Connect, WorkerLinks, connect_worker
+from coordinator.metrics import CoordinatorMetrics, RequestCount
 from coordinator.pools import AVOID_MS, Connection, Pool
 from coordinator.request_trace import RequestTrace
 from coordinator.requests import Request
@@ -70,8 +71,10 @@ class Coordinator:
         settings: DriverSettings | None = None,
         connect: Connect = connect_worker,
         tracing: Tracing | None = None,
+        metrics: CoordinatorMetrics | None = None,
     ) -> None:
         self.config = config
+        self.metrics = metrics
         self.tracing = tracing or create_tracing(config.telemetry)
         self.settings = settings or DriverSettings()
         self.is_stopping = False
@@ -84,6 +87,9 @@ class Coordinator:
         self._by_session: dict[int, AnswerStream] = {}  # sessions that some worker still holds
         self._idle = asyncio.Event()
         self._idle.set()
+        if metrics is not None:
+            metrics.watch(self, {Kind.TARGET: config.targets, Kind.DRAFT: config.drafts})
+            metrics.watch_tracing(self.tracing)
 
     # Life
 
@@ -145,8 +151,14 @@ class Coordinator:
 
     # Requests
 
-    def submit(self, request: Request, answer: AnswerText, trace: RequestTrace | None = None) -> AnswerStream:
-        """Begin to answer, or queue. The caller reads the stream and closes it. `trace` hears what becomes of it.
+    def submit(
+        self,
+        request: Request,
+        answer: AnswerText,
+        trace: RequestTrace | None = None,
+        count: RequestCount | None = None,
+    ) -> AnswerStream:
+        """Begin to answer, or queue. The caller reads the stream and closes it; `trace` and `count` hear of it.
 
         Raises DuplicateRequestError, CapacityError (queue full) or WorkerUnavailableError (stopping).
         """
@@ -159,9 +171,11 @@ class Coordinator:
         if len(self._queue) >= self.config.max_queue and not self._can_admit():
             raise CapacityError(f"{len(self._running)} requests run and {len(self._queue)} wait; try again later")
         machine = RequestMachine(request, answer, max_target_wait_ms=1000 * self.settings.max_target_wait_s)
-        stream = AnswerStream(machine, self._reader_gone, trace)
+        stream = AnswerStream(machine, self._reader_gone, trace, count)
         if trace is not None:
             trace.submit(machine, _now_ms())
+        if count is not None:
+            count.submit(machine)
         self._streams.add(stream)
         self._live[request.request_id] = stream
         self._idle.clear()
@@ -208,6 +222,8 @@ class Coordinator:
         instructions = stream.machine.handle(event, now_ms)
         if stream.trace is not None:
             stream.trace.observe(event, instructions, now_ms)
+        if stream.count is not None:
+            stream.count.observe(event, instructions, now_ms)
         for instruction in instructions:
             self._carry_out(stream, instruction, now_ms)
         if stream.machine.phase.is_over:
@@ -289,6 +305,8 @@ class Coordinator:
             if stream is None or message.session not in connection.sessions:
                 continue  # late, or about a session of another stream
             if isinstance(message, Report):
+                if self.metrics is not None:
+                    self.metrics.hear(message)
                 if stream.trace is not None:
                     stream.trace.hear(message, _now_ms())
                 continue
@@ -313,6 +331,8 @@ class Coordinator:
                     stream.trace.note("resync", _now_ms(), base=have)
 
     def lose(self, connection: Connection, reason: str) -> None:
+        if self.metrics is not None:
+            self.metrics.workers.lose(connection)
         for session in tuple(connection.sessions):
             stream = self._by_session[session]
             self._forget(connection, session)

@@ -22,8 +22,8 @@ class Coordinating(Protocol):
     """Asked when somebody looks, on any thread."""
 
     @property
-    def num_queued(self) -> int:
-        """Requests that wait for their turn."""
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
         ...
 
     @property

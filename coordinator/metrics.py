@@ -18,6 +18,7 @@ from coordinator.metric_workers import Coordinating, WorkerMetrics
 from coordinator.state import RequestMachine
 from specpipe.answers import Chunk, Finished, SpeculationStats
 from specpipe.errors import RequestCancelledError, SpecpipeError
+from specpipe.reports import Report
 from specpipe.telemetry.instruments import Description, Instruments, Labels
 from specpipe.types import Closed, Commit, Failed, Mode
 
@@ -35,38 +36,23 @@ class TracingCounts(Protocol):
         """By cause."""
         ...
 
-    @property
-    def num_lost_records(self) -> int: ...
-
-
-class RequestObserver(Protocol):
-    """Of one request. Times are milliseconds of the coordinator's clock."""
-
-    def refuse(self, error: BaseException, now_ms: float) -> None:
-        """It ends before it was submitted."""
-        ...
-
-    def submit(self, machine: RequestMachine) -> None:
-        """It is valid, and queued."""
-        ...
-
-    def observe(self, event: Event, instructions: Sequence[Instruction], now_ms: float) -> None:
-        """What its machine has just made of an event."""
-        ...
-
 
 class CoordinatorMetrics:
-    """`begin` for each request; `watch` says who is asked for gauges, until then they are 0."""
+    """`begin` for each request, `hear` for what workers report; `watch` says who is asked for gauges, 0 until then."""
 
     def __init__(self, instruments: Instruments) -> None:
         self.rounds = RoundMetrics(instruments)
         self.requests = RequestMetrics(instruments)
         self.draft_time = DraftTimeMetrics(instruments)
         self.workers = WorkerMetrics(instruments)
+        lost = Description(
+            name="specpipe.reports.lost", unit="{record}", text="Records of steps that workers dropped untold."
+        )
+        self._lost_records = instruments.counter(lost)
         self._instruments = instruments
         self._undrafted: set[RequestCount] = set()
         self._coordinator: Coordinating | None = None
-        self._gauge("queued", "Wait for their turn.", lambda coordinator: coordinator.num_queued)
+        self._gauge("queued", "Wait for their turn.", lambda coordinator: coordinator.num_waiting)
         self._gauge("running", "Are answered.", lambda coordinator: coordinator.num_running)
         undrafted = "Of the running ones, want a draft worker and have none."
         self._gauge("undrafted", undrafted, lambda _: len(self._undrafted))
@@ -87,8 +73,9 @@ class CoordinatorMetrics:
         observe(exported, lambda: {(): tracing.num_exported})
         dropped = about("spans.dropped", "{span}", "Not taken by the OTLP receiver.", "cause")
         observe(dropped, lambda: {(cause,): count for cause, count in tracing.num_dropped.items()})
-        lost = about("reports.lost", "{record}", "Records of steps that workers dropped before they told them.")
-        observe(lost, lambda: {(): tracing.num_lost_records})
+
+    def hear(self, report: Report) -> None:
+        self._lost_records.add(report.num_lost)
 
     def begin(self, *, is_chat: bool, received_ms: float) -> RequestCount:
         return RequestCount(self, is_chat=is_chat, received_ms=received_ms)
@@ -103,7 +90,7 @@ class CoordinatorMetrics:
 
 
 class RequestCount:
-    """A RequestObserver: adds what one request does."""
+    """Adds what one request does. Times are milliseconds of the coordinator's clock."""
 
     def __init__(self, metrics: CoordinatorMetrics, *, is_chat: bool, received_ms: float) -> None:
         self._metrics = metrics
@@ -115,6 +102,7 @@ class RequestCount:
         self._had_target = self._had_draft = False
 
     def refuse(self, error: BaseException, now_ms: float) -> None:
+        """It ends before it was submitted."""
         cause = error if isinstance(error, SpecpipeError) else None
         has_left = cause is None and not isinstance(error, Exception)  # cancelled while it was read
         self._metrics.requests.end("cancelled" if has_left else "refused")
@@ -124,11 +112,13 @@ class RequestCount:
         )
 
     def submit(self, machine: RequestMachine) -> None:
+        """It is valid, and queued."""
         self._machine = machine
         speculation = machine.request.speculation
         self._wants_draft = speculation.drafter == "model" and speculation.mode is not Mode.OFF
 
     def observe(self, event: Event, instructions: Sequence[Instruction], now_ms: float) -> None:
+        """What its machine has just made of an event."""
         machine = self._machine
         if machine is None:
             return
@@ -218,16 +208,3 @@ def _cause_of(event: Event) -> str | None:
         case Received(kind=Kind.DRAFT):
             return "failed"  # refused by us: it contradicted what was committed
     return None
-
-
-class _NoCount:
-    """Of a request that nobody counts."""
-
-    def refuse(self, error: BaseException, now_ms: float) -> None: ...
-
-    def submit(self, machine: RequestMachine) -> None: ...
-
-    def observe(self, event: Event, instructions: Sequence[Instruction], now_ms: float) -> None: ...
-
-
-NO_COUNT: RequestObserver = _NoCount()

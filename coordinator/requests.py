@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specpipe.answers import Prompt
+from specpipe.answers import ChatMessage, Prompt
 from specpipe.types import Mode, Rule, SamplingParams, SpeculationParams, StopRules
 
 
@@ -33,6 +33,10 @@ class Question:
     rule: Rule | None = None
     num_speculative_tokens: int | None = None
     trace: bool = False  # keep what is done for it
+
+    @property
+    def is_chat(self) -> bool:
+        return any(isinstance(part, ChatMessage) for part in self.prompt or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

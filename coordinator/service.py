@@ -18,6 +18,7 @@ from typing import Any
 from coordinator.answer_stream import AnswerStream
 from coordinator.codec import event_to_pb, question_from_pb
 from coordinator.driver import Coordinator
+from coordinator.metrics import CoordinatorMetrics, RequestCount
 from coordinator.request_trace import RequestTrace
 from coordinator.requests import Question, Request
 from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch, load_tokenization
@@ -33,6 +34,8 @@ from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableEr
 from specpipe.process import lifecycle, serve_until_stopped
 from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc, trace_pb2_grpc
 from specpipe.server import Server, create_server
+from specpipe.spans import Role
+from specpipe.telemetry.metrics import ProcessMetrics
 from specpipe.types import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -84,9 +87,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         """
         received_ms = _now_ms()
         trace = self._coordinator.tracing.begin(question, metadata, received_ms=received_ms)
-        with _told_if_refused(trace):
+        metrics = self._coordinator.metrics
+        count = None if metrics is None else metrics.begin(is_chat=question.is_chat, received_ms=received_ms)
+        with _told_if_refused(trace), _told_if_refused(count):
             request = await self._read(question, received_ms, _deadline_ms(remaining_s, received_ms), trace)
-            return await self._submit(request, trace)
+            return await self._submit(request, trace, count)
 
     async def _read(
         self, question: Question, received_ms: float, deadline_ms: float | None, trace: RequestTrace | None
@@ -102,10 +107,11 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         trace.tokenized(started_ms, _now_ms(), len(prompt))
         return replace(request, trace_context=trace.context, wants_reports=trace.wants_reports)
 
-    async def _submit(self, request: Request, trace: RequestTrace | None) -> AnswerStream:
+    async def _submit(self, request: Request, trace: RequestTrace | None, count: RequestCount | None) -> AnswerStream:
         assert self._tokenization is not None
         await self._coordinator.wait_for_id(request.request_id, ID_REUSE_WAIT_S)
-        return self._coordinator.submit(request, self._tokenization.create_answer(request.stop_strings), trace)
+        answer = self._tokenization.create_answer(request.stop_strings)
+        return self._coordinator.submit(request, answer, trace, count)
 
     async def _tokenize(self, question: Question, facts: ServiceFacts) -> list[int]:
         assert self._tokenization is not None
@@ -122,13 +128,13 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
 
 
 @contextmanager
-def _told_if_refused(trace: RequestTrace | None) -> Iterator[None]:
-    """A request that does not begin ends its trace, whatever is the reason."""
+def _told_if_refused(observer: RequestTrace | RequestCount | None) -> Iterator[None]:
+    """A request that does not begin ends its trace and is counted, whatever is the reason."""
     try:
         yield
     except BaseException as error:
-        if trace is not None:
-            trace.refuse(error, _now_ms())
+        if observer is not None:
+            observer.refuse(error, _now_ms())
         raise
 
 
@@ -164,6 +170,8 @@ class App:
         self._thread = TokenizerThread()
         self._service = GenerateService(self.coordinator, self._thread)
         self._is_open = False
+        self.http_address = ""
+        """HOST:PORT of the live page, while it is served."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -171,9 +179,9 @@ class App:
         generate_pb2_grpc.add_GenerateServiceServicer_to_server(self._service, self.server.grpc_server)
         traces = TraceService(self.coordinator.tracing)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(traces, self.server.grpc_server)
-        await self.server.start()
         try:
-            async with self.coordinator.running(), asyncio.TaskGroup() as group:
+            async with self._page_served(), self.coordinator.running(), asyncio.TaskGroup() as group:
+                await self.server.start()
                 health = group.create_task(self._watch_health())
                 try:
                     yield
@@ -183,6 +191,18 @@ class App:
                     await self.server.stop(STOP_GRACE_S)
         finally:
             self._thread.close()
+
+    @asynccontextmanager
+    async def _page_served(self) -> AsyncIterator[None]:
+        if self.config.http_port is None:
+            yield
+            return
+        from coordinator.web.page import LivePage  # no other coordinator pays for the import
+
+        page = LivePage(self.coordinator, begin=self._service.begin, facts=lambda: self._service.facts)
+        self.http_address = page.address
+        async with page.running():
+            yield
 
     async def wait_ready(self) -> None:
         """Returns once requests are answered. Raises ConfigError and ModelMismatchError."""
@@ -228,14 +248,19 @@ async def serve(config: CoordinatorConfig) -> int:
     """
     check_config(config)
     async with lifecycle(config.server) as life:
-        server = create_server(config.server, SERVICE_NAMES)  # first: a port in use is told at once
+        metrics = ProcessMetrics(Role.COORDINATOR, config.telemetry, config.server.host)
+        server = create_server(config.server, SERVICE_NAMES, metrics=metrics.rpc)  # first: a taken port is told at once
+        metrics.watch(server)
+        counted = CoordinatorMetrics(metrics.instruments) if metrics.is_on else None
         hide_torch()
-        app = App(config, server)
+        app = App(config, server, Coordinator(config, metrics=counted))
         with one_cause():
-            async with app.running():
+            async with metrics.told() as metrics_address, app.running():
                 if not await life.unless_stopped(app.wait_ready()):
                     return life.exit_code
-                return await serve_until_stopped(life, app.server.address, drain=app.drain)
+                return await serve_until_stopped(
+                    life, app.server.address, drain=app.drain, http=app.http_address, metrics=metrics_address
+                )
 
 
 def check_config(config: CoordinatorConfig) -> None:
