@@ -36,5 +36,12 @@ def test_every_file_that_is_no_module_is_package_data() -> None:
         assert Path("specpipe", path) in declared
 
 
+def test_the_licence_that_is_declared_goes_with_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["license"] == "Apache-2.0"
+    (name,) = project["license-files"]
+    assert "Apache License\n                           Version 2.0" in (ROOT / name).read_text(encoding="utf-8")
+
+
 def test_tests_are_not_distributed() -> None:
     assert {package.partition(".")[0] for package in SETUPTOOLS["packages"]} == set(TOP)
