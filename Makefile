@@ -38,7 +38,7 @@ lint: setup  ## ruff: rules and format
 types: setup  ## mypy --strict
 	$(VENV)/bin/mypy
 
-unit: setup  ## the quick tests only: no processes
+unit: setup  ## the quick tests only: no service is started
 	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "not slow and not gpu and not models" tests/unit tests/contract
 
 test: lint types  ## everything that must pass before a change lands
@@ -65,7 +65,7 @@ $(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
 proto: setup  ## regenerate specpipe/rpc/v1 from proto/
 	$(PYTHON) proto/generate.py
 
-demo: setup  ## the main job from nothing: a streamed, pipelined answer of the demo pair with its statistics
+demo: setup  ## the main job from nothing: a streamed, pipelined answer of the demo pair, then the same without drafts
 	$(PYTHON) -m specpipe.cli.demo
 
 bench: setup  ## speed of off, sync and pipelined, interleaved

@@ -95,7 +95,8 @@ def check_target(model: ModelInfo, reference: ModelInfo, address: str) -> None:
     if model.fingerprint != reference.fingerprint:
         raise ModelMismatchError(
             f"target worker {address} serves another model or dtype: fingerprint {model.fingerprint} ({model.name}) "
-            f"where the service has {reference.fingerprint} ({reference.name})"
+            f"where the service has {reference.fingerprint} ({reference.name}); a coordinator keeps the model of the "
+            "first target worker that it meets until it is started again"
         )
     if model.max_context < reference.max_context:
         raise ModelMismatchError(

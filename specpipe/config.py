@@ -48,7 +48,8 @@ class ServerConfig:
     host: str = "127.0.0.1"  # interface to listen on
     port: int = 0  # 0: a free one
     grace_s: float = 10.0  # how long SIGTERM lets sessions finish
-    ready_fd: int | None = None  # file descriptor on which "HOST:PORT\n" is written once the process serves
+    ready_fd: int | None = None  # file descriptor on which ready_text is written, a line, once the process serves
+    ready_text: str = "{address}"  # {address} stands for HOST:PORT
     parent_fd: int | None = None  # read end of a pipe held by the parent: end-of-file means the parent is gone
 
     def __post_init__(self) -> None:

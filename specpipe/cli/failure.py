@@ -1,6 +1,7 @@
 """How a command ends: exit codes, and one sentence on stderr.
 
-Owns: the table from errors to exit codes. The sentence begins with "error: ", which the launcher looks for.
+Owns: the table from errors to exit codes. The sentence begins with "error: ", which the launcher looks for; one that
+begins with "note: " is no reason to end.
 """
 
 from __future__ import annotations
@@ -27,4 +28,10 @@ def exit_code_of(error: SpecpipeError) -> int:
 def say_error(message: str) -> None:
     """One line, whatever the message holds."""
     sys.stderr.write(f"{ERROR_PREFIX}{' '.join(message.split())}\n")
+    sys.stderr.flush()
+
+
+def say_note(message: str) -> None:
+    """Something to know that is no failure."""
+    sys.stderr.write(f"note: {message}\n")
     sys.stderr.flush()

@@ -1,6 +1,7 @@
 """What `generate` shows: JSON objects for programs, or streamed text with a line of statistics for people.
 
-Owns: the shape of the JSON and of the statistics line. Must not know: where events come from.
+Owns: the shape of the JSON and of the statistics line, and what goes where: answers to stdout, what is said about them
+to stderr. Must not know: where events come from.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from rich.console import Console
 from rich.style import Style
 
 from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, SpeculationStats, Started
-from specpipe.cli.failure import say_error
+from specpipe.cli.failure import say_error, say_note
 from specpipe.client import Answer, GenerateRequest
 from specpipe.errors import SpecpipeError
-from specpipe.types import Origin
+from specpipe.types import Mode, Origin
 
 ACCEPTED_STYLE: Final = Style(color="green")  # drafted and accepted
 TARGET_STYLE: Final = Style(bold=True)  # the target's own
@@ -31,6 +32,9 @@ VISIBLE_CONTROLS: Final = {
     **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
 }
 MAX_ECHO_CHARS: Final = 2_000  # of a prompt's end
+MAX_NAMED_CHARS: Final = 60  # of a prompt that an error is about
+MS_DECIMALS: Final = 3  # in JSON: microseconds
+RATE_DECIMALS: Final = 4
 
 
 class Output(Protocol):
@@ -39,8 +43,25 @@ class Output(Protocol):
         ...
 
 
+class ModeNote:
+    """Says once, on stderr, that a mode was asked for in vain."""
+
+    def __init__(self) -> None:
+        self._is_said = False
+
+    def check(self, request: GenerateRequest, answer: Answer) -> None:
+        asked, stats = request.mode, answer.finished and answer.finished.speculation
+        if self._is_said or not stats or stats.mode is not Mode.OFF or asked in (None, Mode.OFF):
+            return
+        self._is_said = True
+        say_note(f"mode {asked.value} was asked for, but nothing drafts in this service: it decodes plainly (mode off)")
+
+
 class JsonOutput:
     """One object a prompt, written as soon as it is complete, and nothing else."""
+
+    def __init__(self) -> None:
+        self._mode_note = ModeNote()
 
     async def show(self, request: GenerateRequest, events: AsyncIterator[AnswerEvent]) -> bool:
         answer = Answer()
@@ -52,28 +73,33 @@ class JsonOutput:
             shown = error_json(request, error)
         sys.stdout.write(json.dumps(shown) + "\n")
         sys.stdout.flush()
+        self._mode_note.check(request, answer)
         return "error" not in shown
 
 
 class PlainOutput:
-    """Text as it comes; tokens that were drafted and accepted in another colour than the target's own.
+    """Text as it comes; tokens that were guessed ahead and accepted in another colour than the target's own.
 
-    A single prompt is echoed before its answer, which goes on from it: by default on a terminal only, so that a file
-    gets the answer alone. Several are each announced in a line.
+    Stdout has answers and what keeps them apart: a line before each of several prompts. A single prompt is echoed
+    before its answer, which goes on from it: by default on a terminal only, so that a file gets the answer alone.
+    Statistics and errors go to stderr.
     """
 
     def __init__(self, num_prompts: int, *, is_echoing: bool | None = None) -> None:
-        console = Console()
+        console, notes = Console(), Console(stderr=True)
         self._is_terminal = console.is_terminal
-        self._colors = ColorSystem.STANDARD if console.is_terminal and not console.no_color else None
+        self._colors = colors_of(console)
+        self._note_colors = colors_of(notes)
         self._is_echoing = num_prompts == 1 and (console.is_terminal if is_echoing is None else is_echoing)
         self._num_prompts = num_prompts
         self._num_shown = 0
+        self._is_line_open = False  # on stdout
+        self._mode_note = ModeNote()
 
     async def show(self, request: GenerateRequest, events: AsyncIterator[AnswerEvent]) -> bool:
         self._num_shown += 1
         if self._num_prompts > 1:
-            self._write(f"[{self._num_shown}/{self._num_prompts}] {prompt_json(request)!r}\n", NOTE_STYLE)
+            self._write(f"{self._number}{prompt_json(request)!r}\n", NOTE_STYLE)
         answer = Answer()
         try:
             async for event in events:
@@ -84,15 +110,40 @@ class PlainOutput:
                     self._write_chunk(event)
             note = statistics_line(answer)
         except SpecpipeError as error:
-            sys.stdout.write("\n" if answer.started else "")
-            say_error(str(error))
+            self._end_line()
+            say_error(f"{self._name_of(request)}{error}")
             return False
         except asyncio.CancelledError:
-            sys.stdout.write("\n" if answer.started and self._is_terminal else "")  # for the shell's next prompt
+            if self._is_terminal:  # for the shell's next prompt
+                self._end_line()
             raise
-        sys.stdout.write("\n")
-        self._write(note + "\n", NOTE_STYLE)
+        self._end_line()
+        self.write_note(self._number + note)
+        self._mode_note.check(request, answer)
         return True
+
+    def write_note(self, note: str) -> None:
+        """A line about an answer."""
+        line = note + "\n"
+        sys.stderr.write(NOTE_STYLE.render(line, color_system=self._note_colors) if self._note_colors else line)
+        sys.stderr.flush()
+
+    @property
+    def _number(self) -> str:
+        """Which of several prompts it is about."""
+        return f"[{self._num_shown}/{self._num_prompts}] " if self._num_prompts > 1 else ""
+
+    def _name_of(self, request: GenerateRequest) -> str:
+        """Of one of several prompts, before what went wrong with it."""
+        if self._num_prompts == 1:
+            return ""
+        shown = repr(prompt_json(request))
+        kept = shown if len(shown) <= MAX_NAMED_CHARS else shown[:MAX_NAMED_CHARS] + "…"
+        return f"prompt {self._num_shown} of {self._num_prompts} ({kept}): "
+
+    def _end_line(self) -> None:
+        if self._is_line_open:
+            self._write("\n", Style.null())
 
     def _write_chunk(self, chunk: Chunk) -> None:
         for text, origin in chunk.pieces():
@@ -100,12 +151,17 @@ class PlainOutput:
 
     def _write(self, text: str, style: Style) -> None:
         """As it is; only a terminal gets colours, and no control characters of a model's making."""
+        self._is_line_open = not text.endswith("\n") if text else self._is_line_open
         if self._is_terminal:
             text = text.translate(VISIBLE_CONTROLS)
         if self._colors is not None:
             text = style.render(text, color_system=self._colors)
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def colors_of(console: Console) -> ColorSystem | None:
+    return ColorSystem.STANDARD if console.is_terminal and not console.no_color else None
 
 
 def echo_of(request: GenerateRequest) -> str:
@@ -128,9 +184,15 @@ def answer_json(request: GenerateRequest, answer: Answer) -> dict[str, Any]:
         "text": answer.text,
         "finish_reason": finished.finish_reason.value,
         "usage": {"prompt_tokens": finished.prompt_tokens, "completion_tokens": finished.completion_tokens},
-        "timing": asdict(finished.timing),
-        "speculation": {**asdict(stats), "mode": stats.mode.value, "rule": stats.rule.value},
+        "timing": rounded(asdict(finished.timing)),
+        "speculation": rounded({**asdict(stats), "mode": stats.mode.value, "rule": stats.rule.value}),
     }
+
+
+def rounded(values: dict[str, Any]) -> dict[str, Any]:
+    """Fractions without digits that mean nothing; whatever else as it is."""
+    decimals = {name: MS_DECIMALS if name.endswith("_ms") else RATE_DECIMALS for name in values}
+    return {name: round(v, decimals[name]) if isinstance(v, float) else v for name, v in values.items()}
 
 
 def error_json(request: GenerateRequest, error: SpecpipeError) -> dict[str, Any]:
@@ -156,27 +218,32 @@ def statistics_line(answer: Answer) -> str:
     """All that one wants to see after an answer, in one line. docs/statistics.md explains it part by part."""
     started, finished = complete(answer)
     stats, timing, num_tokens = finished.speculation, finished.timing, finished.completion_tokens
+    reason = finished.finish_reason.value if answer.text else f"{finished.finish_reason.value}, no text"
     parts = [
-        f"{num_tokens} tokens in {timing.total_ms / 1000:.2f} s ({finished.finish_reason.value})",
+        f"{counted(num_tokens, 'token')} in {timing.total_ms / 1000:.2f} s ({reason})",
         f"first after {timing.ttft_ms:.0f} ms",
     ]
     if timing.tpot_ms:
         parts.append(f"{1000 / timing.tpot_ms:.1f} tokens/s")
     parts.append(stats.mode.value)
     if stats.mean_acceptance_length is not None:
-        parts.append(f"{stats.rounds} rounds, {stats.mean_acceptance_length:.2f} tokens a round")
+        parts.append(f"{counted(stats.rounds, 'round')}, {stats.mean_acceptance_length:.2f} tokens a round")
     if stats.drafted_tokens:
         parts += _draft_parts(stats, num_tokens)
     parts.append(f"seed {started.seed}")
     return " · ".join(parts)
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _draft_parts(stats: SpeculationStats, num_tokens: int) -> list[str]:
-    parts = [f"{stats.accepted_tokens} of the {num_tokens} tokens came from drafts"]
+    parts = [f"{stats.accepted_tokens} of {counted(num_tokens, 'token')} guessed ahead"]
     if stats.acceptance_rate is not None:
         parts.append(f"acceptance rate {stats.acceptance_rate:.2f} (of first guesses)")
     if stats.hit_rate is not None:
-        looked_up = f" ({stats.lookup_rate:.2f} looked up)" if stats.lookup_rate else ""
+        looked_up = f" ({stats.lookup_rate:.2f} by lookup alone)" if stats.lookup_rate else ""
         parts.append(f"hit rate {stats.hit_rate:.2f}{looked_up}")
-    parts.append(f"drafting {stats.draft_ms:.0f} ms, exposed {stats.exposed_draft_ms:.0f} ms")
+    parts.append(f"drafting {stats.draft_ms:.0f} ms, target waited {stats.exposed_draft_ms:.0f} ms")
     return parts

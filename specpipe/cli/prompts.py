@@ -99,7 +99,7 @@ def _problem_of(values: Any) -> str:
         return "not an object"
     for name, value in values.items():
         if name not in FIELDS:
-            return f"unknown field {name!r}"
+            return f"unknown field {name!r}; there are {', '.join(FIELDS)}"
         is_right, wanted = FIELDS[name]
         if not is_right(value):
             return f"{name} must be {wanted}, got {json.dumps(value)[:80]}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -27,9 +28,12 @@ from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.launcher import LocalService, ServiceConfig
+from specpipe.launcher.plan import NONE
 from specpipe.server import check_port
 from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFla
     """Serve GenerateService. Workers that die are started again."""
     configure_logging(own.log_level)
     config = service_config(own, service, speculation, telemetry)
+    if config.drafter == NONE and speculation.mode in (Mode.SYNC, Mode.PIPELINED):
+        logger.warning("--mode %s: nothing drafts with --draft none", speculation.mode.value)
     check_port(config.host, config.port)  # before models are loaded
     return run_with_signals(
         lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK

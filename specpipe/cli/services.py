@@ -32,6 +32,8 @@ from specpipe.process import cores_before_pinning, run_process
 from specpipe.telemetry.logs import configure_logging
 from specpipe.types import Mode, Rule
 
+logger = logging.getLogger(__name__)
+
 STDOUT: Final = 1
 Drafter = Literal["model", "ngram", "none"]
 
@@ -87,7 +89,7 @@ def coordinator(
         raise ConfigError("name at least one target worker with --target HOST:PORT")
     check_tokenizer_folder(own.tokenizer)
     config = CoordinatorConfig(
-        server=server_config(server),
+        server=server_config(server, "coordinator ready at {address}: specpipe generate --connect HOST:PORT PROMPT"),
         telemetry=telemetry_config(telemetry),
         http_port=own.http_port,
         targets=tuple(checked_address("--target", address) for address in own.target),
@@ -101,6 +103,8 @@ def coordinator(
         max_queue=own.max_queue,
         served_model_name=own.served_model_name,
     )
+    if config.drafter == "none" and speculation.mode in (Mode.SYNC, Mode.PIPELINED) and server.parent_fd is None:
+        logger.warning("--mode %s: nothing drafts without --draft or --drafter ngram", speculation.mode.value)
 
     async def main() -> int:
         from coordinator.service import serve
@@ -115,7 +119,9 @@ def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags, t
     """Draft for coordinators that connect."""
     configure_logging(server.log_level)
     config = DraftWorkerConfig(
-        server=server_config(server),
+        server=server_config(
+            server, "draft worker ready at {address}: name it to a coordinator with --draft HOST:PORT"
+        ),
         telemetry=telemetry_config(telemetry),
         engine=engine_config(named("--model", own.model, str(demo.draft_folder())), engine),
         max_nodes=own.max_nodes,
@@ -138,7 +144,9 @@ def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags,
     check_ranks_fit(engine_configured.model, own.tensor_parallel_size)
     check_cores(own.rank_core)
     config = TargetWorkerConfig(
-        server=server_config(server),
+        server=server_config(
+            server, "target worker ready at {address}: name it to a coordinator with --target HOST:PORT"
+        ),
         telemetry=telemetry_config(telemetry),
         engine=engine_configured,
         tensor_parallel_size=own.tensor_parallel_size,
@@ -178,11 +186,16 @@ def run_service(
     os._exit(code)
 
 
-def server_config(flags: ServerFlags) -> ServerConfig:
-    """Without a parent that waits for it, the address goes to stdout."""
-    ready_fd = os.dup(STDOUT) if flags.ready_fd is None else flags.ready_fd
+def server_config(flags: ServerFlags, ready_text: str) -> ServerConfig:
+    """Without a parent that waits for it, the address goes to stdout: alone for a script, with a text for people."""
+    is_read_by_people = flags.ready_fd is None and os.isatty(STDOUT)
     return ServerConfig(
-        host=flags.host, port=flags.port, grace_s=flags.grace, ready_fd=ready_fd, parent_fd=flags.parent_fd
+        host=flags.host,
+        port=flags.port,
+        grace_s=flags.grace,
+        ready_fd=os.dup(STDOUT) if flags.ready_fd is None else flags.ready_fd,
+        ready_text=ready_text if is_read_by_people else "{address}",
+        parent_fd=flags.parent_fd,
     )
 
 

@@ -67,6 +67,11 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
     return runner
 
 
+def log_progress(fraction: float, text: str) -> None:
+    """An OnProgress of processes that have nobody to watch them load."""
+    logger.info("%3.0f %% %s", 100 * fraction, text)
+
+
 def load_weights(folder: ModelFolder, dtype: str) -> PreTrainedModel:
     """The transformers model with all its weights; no weight may be missing or left over unloaded."""
     with quiet_transformers(), translated_errors(folder):

@@ -63,15 +63,16 @@ def test_generate_answers_a_file_of_prompts_in_order_and_leaves_nothing_running(
     ]
 
 
-def test_plain_output_streams_the_text_and_ends_with_one_line_of_statistics(service: RunningService) -> None:
+def test_plain_output_is_the_text_and_one_line_of_statistics_beside_it(service: RunningService) -> None:
     flags = ("--temperature", "0", "--max-tokens", "20", "--ignore-eos")
     plain = run_command("generate", "def", "--connect", service.address, *flags)
     as_json = run_command("generate", "def", "--connect", service.address, *flags, "--json")
     assert plain.returncode == as_json.returncode == 0
-    text, _, statistics = plain.stdout.rstrip("\n").rpartition("\n")
-    assert text.rstrip("\n") == json.loads(as_json.stdout)["text"].rstrip("\n")
-    assert statistics.startswith("20 tokens in ")
-    assert "tokens a round" in statistics
+    text = json.loads(as_json.stdout)["text"]
+    assert plain.stdout == (text if text.endswith("\n") else text + "\n")
+    assert plain.stderr.startswith("20 tokens in ")
+    assert "tokens a round" in plain.stderr
+    assert plain.stderr.count("\n") == 1
 
 
 def test_ctrl_c_ends_everything_with_130(tiny_pair: TinyPair) -> None:

@@ -1,14 +1,14 @@
-"""What a command line is refused for, in one sentence and at once; and what its output looks like."""
+"""What a command line is refused for, in one sentence and at once."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,53 +16,11 @@ from typing import Any
 import pytest
 import typer
 
-from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, SpeculationStats, Started, Timing
 from specpipe.cli.app import app, run
-from specpipe.cli.output import JsonOutput, PlainOutput
-from specpipe.client import GenerateRequest
-from specpipe.errors import CapacityError
-from specpipe.types import FinishReason, Mode, Origin, Rule
+from specpipe.cli.flags import ServerFlags
+from specpipe.cli.services import server_config
 
 NOBODY = "127.0.0.1:9"
-
-STATS = SpeculationStats(
-    mode=Mode.PIPELINED,
-    rule=Rule.COUPLED,
-    rounds=2,
-    drafted_tokens=9,
-    verified_tokens=4,
-    accepted_tokens=1,
-    mean_acceptance_length=1.5,
-    acceptance_rate=0.5,
-    hit_rate=None,
-    lookup_rate=None,
-    draft_ms=4.0,
-    exposed_draft_ms=1.0,
-    hidden_draft_ms=3.0,
-    wasted_draft_ms=0.0,
-    target_step_ms=2.0,
-    draft_step_ms=1.0,
-    step_gap_ms=0.1,
-)
-EVENTS: tuple[AnswerEvent, ...] = (
-    Started(request_id="r", model="m", prompt_tokens=2, seed=7),
-    Chunk(token_ids=(5, 6), text="[b]one", origins=(Origin.ACCEPTED, Origin.BONUS), round=1, text_lengths=(4, 2)),
-    Chunk(token_ids=(7,), text=" two", origins=(Origin.PLAIN,), round=2, text_lengths=(4,)),
-    Finished(
-        finish_reason=FinishReason.STOP,
-        prompt_tokens=2,
-        completion_tokens=3,
-        timing=Timing(ttft_ms=10.0, tpot_ms=5.0, total_ms=20.0),
-        speculation=STATS,
-    ),
-)
-
-
-async def stream(*items: AnswerEvent | Exception) -> AsyncIterator[AnswerEvent]:
-    for item in items:
-        if isinstance(item, Exception):
-            raise item
-        yield item
 
 
 @pytest.mark.parametrize(
@@ -215,6 +173,40 @@ def test_a_gpu_that_is_not_there_is_told_without_loading_torch(
     assert capsys.readouterr().err == "error: --device cuda: this machine has no GPU driver; use --device cpu\n"
 
 
+@pytest.mark.parametrize(
+    ("is_terminal", "text"),
+    [(True, "ready at {address}: give it to --target"), (False, "{address}")],
+)
+def test_a_script_gets_the_bare_address_of_a_service_and_a_person_a_sentence(is_terminal: bool, text: str) -> None:
+    terminal, pipe, kept = os.openpty(), os.pipe(), os.dup(1)
+    os.dup2((terminal if is_terminal else pipe)[1], 1)
+    try:
+        config = server_config(ServerFlags(), "ready at {address}: give it to --target")
+    finally:
+        os.dup2(kept, 1)
+    assert config.ready_text == text
+    assert config.ready_fd is not None
+    for descriptor in (*terminal, *pipe, kept, config.ready_fd):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("command", "is_warned"),
+    [
+        (["serve", "--mode", "sync", "--draft", "none"], True),
+        (["serve", "--draft", "none"], False),
+        (["serve", "--mode", "sync"], False),
+    ],
+)
+def test_a_service_that_cannot_draft_in_the_mode_asked_for_says_so(
+    command: list[str], is_warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:  # so that it ends there
+        taken.bind(("127.0.0.1", 0))
+        assert run([*command, "--port", str(taken.getsockname()[1])]) == 2
+    assert ("nothing drafts with --draft none" in capsys.readouterr().err) is is_warned
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"specpipe {version('specpipe')}\n"
@@ -247,91 +239,6 @@ def commands() -> dict[str, Any]:
 def test_demo_models_prints_target_then_draft(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo-models"]) == 0
     assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == ["target", "draft"]
-
-
-async def test_json_has_the_documented_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await JsonOutput().show(GenerateRequest(prompt="p"), stream(*EVENTS))
-    shown = json.loads(capsys.readouterr().out)
-    assert list(shown) == [
-        "prompt", "request_id", "seed", "token_ids", "text", "finish_reason", "usage", "timing", "speculation",
-    ]  # fmt: skip
-    assert shown["token_ids"] == [5, 6, 7]
-    assert shown["text"] == "[b]one two"
-    assert shown["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
-    assert shown["timing"] == {"ttft_ms": 10.0, "tpot_ms": 5.0, "total_ms": 20.0}
-    assert shown["speculation"]["hit_rate"] is None
-    assert len(shown["speculation"]) == 17
-
-
-async def test_an_answer_cut_off_is_an_error_and_never_a_whole_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not await JsonOutput().show(GenerateRequest(prompt=(1, 2)), stream(*EVENTS[:2], CapacityError("full")))
-    assert not await JsonOutput().show(GenerateRequest(prompt="p"), stream(*EVENTS[:2]))
-    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert first == {"prompt": [1, 2], "error": {"code": "RESOURCE_EXHAUSTED", "message": "full"}}
-    assert second["error"]["code"] == "INTERNAL"
-
-
-async def test_plain_output_is_the_text_as_it_is_and_one_line_of_statistics(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(*EVENTS))
-    text, statistics = capsys.readouterr().out.splitlines()
-    assert text == "[b]one two"
-    for part in ("3 tokens in 0.02 s (stop)", "200.0 tokens/s", "pipelined", "2 rounds, 1.50 tokens a round", "seed 7"):
-        assert part in statistics
-    assert "1 of the 3 tokens came from drafts · acceptance rate 0.50 (of first guesses) · drafting 4 ms" in statistics
-
-
-async def test_a_terminal_shows_drafted_tokens_in_another_colour_than_the_targets_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    await PlainOutput(1).show(GenerateRequest(prompt="p\x1b q"), stream(*EVENTS))
-    shown = capsys.readouterr().out
-    answer = "\x1b[32m[b]o\x1b[0m\x1b[1mne\x1b[0m\x1b[1m two\x1b[0m\n"
-    assert shown.startswith(f"\x1b[2mp␛ q\x1b[0m{answer}")  # the prompt is dim
-
-
-async def test_an_echo_is_what_the_answer_goes_on_from(capsys: pytest.CaptureFixture[str]) -> None:
-    chat = (ChatMessage(role="user", content="hi"),)
-    for prompt, echo in (("p", "p"), ((1, 2), "[1, 2]\n"), (chat, "hi\n"), ("x" * 9000, "…" + "x" * 2000)):
-        await PlainOutput(1, is_echoing=True).show(GenerateRequest(prompt=prompt), stream(*EVENTS))
-        assert capsys.readouterr().out.startswith(echo + "[b]one two\n")
-
-
-async def test_a_prompt_that_was_refused_is_not_echoed(capsys: pytest.CaptureFixture[str]) -> None:
-    refused = stream(CapacityError("full"))
-    assert not await PlainOutput(1, is_echoing=True).show(GenerateRequest(prompt="p"), refused)
-    assert capsys.readouterr() == ("", "error: full\n")
-
-
-async def test_a_terminal_is_left_at_the_start_of_a_line_when_an_answer_is_interrupted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    async def interrupted() -> AsyncIterator[AnswerEvent]:
-        for event in EVENTS[:2]:
-            yield event
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        await PlainOutput(1).show(GenerateRequest(prompt="p"), interrupted())
-    assert capsys.readouterr().out == "p[b]one\n"
-
-
-async def test_a_terminal_without_colours_gets_no_control_characters_either(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = "a\x1b]0;x\x07\x9b1m\x7f"
-    chunk = Chunk(token_ids=(5,), text=text, origins=(Origin.PLAIN,), round=1, text_lengths=(len(text),))
-    await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(EVENTS[0], chunk, EVENTS[-1]))
-    assert capsys.readouterr().out.splitlines()[0] == "pa␛]0;x␇\ufffd1m␡"
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&-", ">&- 2>&-"])

@@ -40,7 +40,10 @@ def test_fields_of_a_line_override_the_flags_and_the_rest_stays(tmp_path: Path) 
         ('"text"', "not an object"),
         ("{}", "needs either prompt or prompt_token_ids"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "needs either prompt or prompt_token_ids"),
-        ('{"prompt": "a", "temprature": 1}', "unknown field 'temprature'"),
+        (
+            '{"prompt": "a", "temprature": 1}',
+            "unknown field 'temprature'; there are prompt, prompt_token_ids,",
+        ),
         ('{"prompt": 5}', "prompt must be a text, got 5"),
         ('{"prompt": null}', "prompt must be a text, got null"),
         ('{"prompt_token_ids": [1, true]}', "prompt_token_ids must be a list of integers"),

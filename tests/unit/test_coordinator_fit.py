@@ -175,7 +175,7 @@ def test_a_draft_may_be_another_model_with_another_context_and_other_ends() -> N
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"fingerprint": "g"}, "worker a serves another model or dtype: fingerprint g"),
+        ({"fingerprint": "g"}, "worker a serves another model or dtype: fingerprint g .* keeps the model of the first"),
         ({"max_context": 49}, "worker a has a context of 49 tokens, and the service promises 50"),
         ({"tokenizer_fingerprint": "u"}, "has another tokenizer than the service's target workers"),
     ],
