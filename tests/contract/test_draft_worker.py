@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from draft_worker.service import serve
 from specpipe.codec import RelayedExtension
 from specpipe.config import DraftWorkerConfig, EngineConfig, ServerConfig
 from specpipe.errors import ConfigError
+from specpipe.reports import SessionEventKind, StepKind
 from specpipe.tree import DraftTree
 from specpipe.types import (
     Batch,
@@ -169,6 +171,34 @@ async def test_a_session_from_open_to_closed(folder: Path) -> None:
         assert await reader.until(Closed, 1)
         while link.heartbeat.num_free_slots != NUM_SLOTS - 1 or link.heartbeat.num_sessions:
             await anext(link)
+
+
+async def test_every_draft_step_is_reported_before_its_extension(folder: Path) -> None:
+    async with worker(folder) as address, WorkerLink.connect(address, "draft", 1) as link, asyncio.timeout(60):
+        assert link.hello.process.pid == os.getpid()
+        link.send(replace(open_message(), wants_reports=True))
+        steps: dict[int, float] = {}  # share of each, by its number
+        told: set[int] = set()
+        events: list[SessionEventKind] = []
+        told_ms, num_extensions, is_closed = 0.0, 0, False
+        while not is_closed:
+            batch = await anext(link)
+            for report in batch.reports:
+                steps |= {step.step: step.share_ms for step in report.steps if step.kind is StepKind.DRAFT}
+                events += [event.kind for event in report.events]
+            for extension in batch.extensions:
+                assert extension.draft_step in steps
+                told.add(extension.draft_step)
+                told_ms += extension.draft_share_ms
+                num_extensions += 1
+            if num_extensions >= 5 and SessionEventKind.RESTARTED not in events:
+                link.send(commit_message(4, [4095]))
+            elif SessionEventKind.RESTARTED in events:
+                link.send(Close(session=1))
+            is_closed = bool(batch.closed)
+        assert link.num_rejected == 0
+        last = max(told)
+        assert sum(share for step, share in steps.items() if step <= last) == pytest.approx(told_ms)
 
 
 async def test_a_miss_restarts_from_the_committed_text(folder: Path) -> None:

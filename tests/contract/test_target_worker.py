@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 import specpipe.demo
 from specpipe.config import EngineConfig, ServerConfig, TargetWorkerConfig
 from specpipe.errors import ConfigError, ErrorCode
+from specpipe.reports import Report, StepKind
 from specpipe.types import (
     Batch,
     Close,
@@ -29,6 +30,7 @@ from specpipe.types import (
     NeedTokens,
     Open,
     Origin,
+    RoundStats,
     SamplingParams,
     SpeculationParams,
     StopRules,
@@ -126,6 +128,7 @@ class Answers:
         left = set(sessions)
         while left:
             batch = await anext(self._link)
+            self.messages += batch.reports
             for commit in batch.commits:
                 self._take(commit)
             self.messages += _others(batch)
@@ -165,6 +168,42 @@ async def test_the_answer_is_what_transformers_says(folder: Path, expected: list
         await answers.until_closed(1)
     assert answers.tokens[1] == expected
     assert (Origin.ACCEPTED in answers.origins) is (mode is not Mode.OFF)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_every_round_is_reported_before_its_commit(folder: Path, expected: list[int], mode: Mode) -> None:
+    """Over the stream: commits merge, and so do reports, but a record never comes after what it led to."""
+    async with worker(folder) as link:
+        answers = Answers(link, script=expected)
+        answers.open(replace(create_open(1, mode=mode, k=8), wants_reports=True))
+        await answers.until_closed(1)
+        assert (link.hello.process.pid, link.hello.process.version) == (os.getpid(), specpipe.__version__)
+        assert link.num_rejected == 0
+    assert answers.tokens[1] == expected
+    reports = [message for message in answers.messages if isinstance(message, Report)]
+    rounds = [step for report in reports for step in report.steps if step.kind is StepKind.VERIFY]
+    stats = sum((message.stats for message in answers.messages if isinstance(message, Commit)), RoundStats())
+    assert [step.round for step in rounds] == list(range(1, stats.num_rounds + 1))
+    assert sum(step.num_committed for step in rounds) == NUM_TOKENS
+    assert sum(step.num_verified for step in rounds) == stats.num_verified
+    assert sum(step.exposed_ms for step in rounds) == pytest.approx(stats.exposed_ms)
+    assert sum(step.forward_ms for step in rounds) == pytest.approx(stats.step_ms)
+    assert sum(report.num_lost for report in reports) == 0
+    told = 0
+    for message in answers.messages:
+        if isinstance(message, Report):
+            told += sum(step.kind is StepKind.VERIFY for step in message.steps)
+        elif isinstance(message, Commit):
+            assert told >= message.round
+
+
+async def test_reports_are_for_those_who_ask(folder: Path) -> None:
+    async with worker(folder) as link:
+        answers = Answers(link)
+        answers.open(create_open(1))
+        answers.open(replace(create_open(2), wants_reports=True))
+        await answers.until_closed(1, 2)
+    assert {message.session for message in answers.messages if isinstance(message, Report)} == {2}
 
 
 async def test_sync_takes_as_few_rounds_as_there_can_be(folder: Path, expected: list[int]) -> None:

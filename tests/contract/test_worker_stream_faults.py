@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from specpipe import codec, codec_hello
 from specpipe.errors import ErrorCode, WorkerUnavailableError
 from specpipe.link import MAX_PENDING_EXTENSIONS, Outbox
+from specpipe.reports import Report
 from specpipe.rpc.v1 import worker_pb2
 from specpipe.types import Batch, Close, Closed, Commit, Extension, Heartbeat, Origin
 from specpipe.worker_stream import END, WIRES, Ends, Timing, WorkerStream
@@ -173,6 +174,23 @@ async def test_a_worker_that_talks_nonsense_fails_that_session_and_is_told_to_cl
         assert [extension.session for extension in reader.all("extensions")] == [2]
         assert list(worker.loop.sessions) == [(1, 2)]
         assert link.num_rejected == 1
+
+
+async def test_a_malformed_report_is_dropped_and_counted_by_either_end():
+    wrong = Report(session=1, since_open_ms=-1.0)
+    async with FakeWorker() as worker, worker.connect() as link, Reader(link) as reader:
+        link.send(an_open(1))
+        await until(lambda: reader.all("commits"))
+        worker.thread.send(1, wrong)
+        worker.thread.send(1, Report(session=2))
+        link.send(wrong)
+        link.send(an_extension(1, base=77))
+        await until(lambda: link.num_rejected and worker.service.num_rejected and reader.all("reports"))
+        await until(lambda: any(isinstance(message, Extension) for _, message in worker.loop.received))
+        assert reader.all("reports") == [Report(session=2)]
+        assert (link.num_rejected, worker.service.num_rejected) == (1, 1)
+        assert reader.all("failures") == []
+        assert list(worker.loop.sessions) == [(1, 1)]
 
 
 async def test_a_flood_of_extensions_is_bounded_and_counted():

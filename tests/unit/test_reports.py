@@ -172,6 +172,19 @@ def test_a_late_and_a_stale_extension_are_counted_in_the_next_round(table: Table
     assert sum(step.num_late + step.num_stale for step in answer.book.rounds) == 2
 
 
+def test_a_report_to_a_worker_says_nothing_to_it(table: TableModel) -> None:
+    sim = Simulator(table)
+    answer = sim.open(create_open(1, max_tokens=9, mode=Mode.OFF, wants_reports=True))
+    sim.post(Report(session=1), after_ms=5.0)
+    sim.run()
+    assert len(answer.new_tokens) == 9
+    harness, book = drafting(TableModel(seed=5, num_slots=400), [1, 2, 3])
+    harness.receive(Report(session=1))
+    harness.run()
+    read(harness, book)
+    assert book.steps
+
+
 # The draft worker
 
 
