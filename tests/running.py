@@ -30,6 +30,7 @@ class RunningService:
 
     process: subprocess.Popen[str]
     address: str
+    http: str | None  # HOST:PORT of the live page
     processes: list[dict[str, Any]]
     log: Path
     exit_code: int | None = field(default=None)
@@ -69,8 +70,9 @@ def specpipe(*arguments: str) -> list[str]:
 def running_service(log: Path, *flags: str) -> Iterator[RunningService]:
     """Start `serve` on a free port. After the block neither it nor any child of it runs."""
     with log.open("w") as stderr:
+        own = [] if "--no-http" in flags or "--http-port" in flags else ["--http-port", "0"]
         process = subprocess.Popen(
-            specpipe("serve", "--json", "--port", "0", *flags),
+            specpipe("serve", "--json", "--port", "0", *own, *flags),
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -78,7 +80,9 @@ def running_service(log: Path, *flags: str) -> Iterator[RunningService]:
         )
         try:
             ready = json.loads(_read_ready_line(process, log))
-            yield RunningService(process=process, address=ready["grpc"], processes=ready["processes"], log=log)
+            yield RunningService(
+                process=process, address=ready["grpc"], http=ready["http"], processes=ready["processes"], log=log
+            )
         finally:
             end_process_tree(process)
 

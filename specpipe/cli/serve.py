@@ -11,8 +11,8 @@ import json
 import logging
 import signal
 import sys
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Final
 
 from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say_error
 from specpipe.cli.flags import (
@@ -27,6 +27,8 @@ from specpipe.cli.generate import given
 from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
+from specpipe.config import check_port_number
+from specpipe.errors import ConfigError
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.launcher.plan import NONE
 from specpipe.server import check_port
@@ -34,6 +36,8 @@ from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_HTTP_PORT: Final = 8080
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,8 @@ class ServeFlags:
     max_sessions: Annotated[int, option("Requests answered at once; more wait.  [64]")] = 64
     max_batch_tokens: Annotated[int | None, option("Rows of one step at most.  [256]")] = None
     no_prefix_cache: Annotated[bool, option("Compute every prompt anew.", "--no-prefix-cache")] = False
-    http_port: Annotated[int | None, option("Serve the live page here; 0: a free port.")] = None
+    http_port: Annotated[int | None, option("Port of the live page; 0: a free one.  [8080, or a free one]")] = None
+    no_http: Annotated[bool, option("Serve no live page.", "--no-http")] = False
     grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
     json: Annotated[bool, option("One JSON line when ready.", "--json")] = False
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
@@ -61,6 +66,7 @@ def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFla
     if config.drafter == NONE and speculation.mode in (Mode.SYNC, Mode.PIPELINED):
         logger.warning("--mode %s: nothing drafts with --draft none", speculation.mode.value)
     check_port(config.host, config.port)  # before models are loaded
+    config = replace(config, http_port=page_port(own))
     return run_with_signals(
         lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK
     )
@@ -94,10 +100,26 @@ def service_config(
         is_pinned=not service.no_pin,
         log_level=own.log_level,
         telemetry=telemetry_config(telemetry),
-        http_port=own.http_port,
     )
     check_device(config.device)
     return config
+
+
+def page_port(own: ServeFlags) -> int | None:
+    """Of the live page; None: there is none. Raises ConfigError for a port that was asked for and cannot be had."""
+    if own.no_http:
+        if own.http_port is not None:
+            raise ConfigError("--no-http: --http-port asks for the page that it forbids")
+        return None
+    if own.http_port is not None:
+        check_port_number("http_port", own.http_port)
+        check_port(own.host, own.http_port)
+        return own.http_port
+    try:
+        check_port(own.host, DEFAULT_HTTP_PORT)
+    except ConfigError:
+        return 0
+    return DEFAULT_HTTP_PORT
 
 
 async def serve_until_signalled(config: ServiceConfig, signals: Signals, *, is_json: bool) -> int:
@@ -121,8 +143,16 @@ def announce(service: LocalService, is_json: bool) -> None:
     """Say where the service is, once it can answer."""
     if is_json:
         processes = [asdict(process) for process in service.processes]
-        line = json.dumps({"ready": True, "grpc": service.address, "processes": processes})
+        http = service.http or None
+        lines = [json.dumps({"ready": True, "grpc": service.address, "http": http, "processes": processes})]
     else:
-        line = f"serving at {service.address}: specpipe generate --connect {service.address} PROMPT"
-    sys.stdout.write(line + "\n")
+        lines = [f"serving at {service.address}: specpipe generate --connect {service.address} PROMPT"]
+        lines += [f"live page: {page_url(service.http)}"] if service.http else []
+    sys.stdout.write("".join(line + "\n" for line in lines))
     sys.stdout.flush()
+
+
+def page_url(address: str) -> str:
+    """For a browser on this machine, whatever the interface."""
+    host, _, port = address.rpartition(":")
+    return f"http://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}/ui"
