@@ -19,6 +19,7 @@ from specpipe.cli.generate import generate
 from specpipe.cli.models import demo_models
 from specpipe.cli.serve import serve
 from specpipe.cli.services import coordinator, draft_worker, target_worker
+from specpipe.cli.trace import trace
 from specpipe.errors import SpecpipeError
 
 # typer's usage errors derive from click's ClickException; typer >= 0.20 brings its own click, so we reach it from here.
@@ -53,6 +54,7 @@ def specpipe(
 
 app.command()(generate)
 app.command()(serve)
+app.command()(trace)
 app.command("demo-models")(demo_models)
 app.command("coordinator")(coordinator)
 app.command("draft-worker")(draft_worker)

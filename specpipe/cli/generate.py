@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from specpipe.answers import AnswerEvent
+from specpipe.answers import AnswerEvent, Started
 from specpipe.cli.failure import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
 from specpipe.cli.flags import (
     SamplingFlags,
@@ -25,12 +25,14 @@ from specpipe.cli.flags import (
 )
 from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.output import JsonOutput, Output, PlainOutput
+from specpipe.cli.pictures import TraceOutput, check_picture, finished_trace
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.prompts import requests_of_file, requests_of_texts
 from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateClient, GenerateRequest
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.launcher import LocalService, ServiceConfig
+from specpipe.spans import KeptTrace
 from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 
@@ -45,6 +47,8 @@ class GenerateFlags:
     chat: Annotated[bool, option("Prompts are what a user says in a chat.", "--chat")] = False
     connect: Annotated[str | None, option("Ask this running service.", metavar="HOST:PORT")] = None
     json: Annotated[bool, option("One JSON object a prompt.", "--json")] = False
+    trace: Annotated[bool, option("Show every round of each answer on stderr, as a timeline.", "--trace")] = False
+    trace_file: Annotated[Path | None, option("Write that as a page (FILE.html) or a picture (FILE.svg).")] = None
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [warning]")] = "warning"
 
 
@@ -63,12 +67,13 @@ def generate(
     configure_logging(own.log_level)
     requests = requests_of(prompt or [], own, request_of_flags(sampling, speculation))
     output: Output = JsonOutput() if own.json else PlainOutput(len(requests))
+    traces = trace_output(own, len(requests))
     if own.connect is not None:
         address = checked_address("--connect", own.connect)
         refuse_service_flags(service)
-        return run_with_signals(lambda _: answer_all(address, requests, output), terminated=EXIT_TERMINATED)
+        return run_with_signals(lambda _: answer_all(address, requests, output, traces), terminated=EXIT_TERMINATED)
     config = service_config(service, speculation, requests, own.log_level)
-    return run_with_signals(lambda _: answer_with_service(config, requests, output), terminated=EXIT_TERMINATED)
+    return run_with_signals(lambda _: answer_with_service(config, requests, output, traces), terminated=EXIT_TERMINATED)
 
 
 def request_of_flags(sampling: SamplingFlags, speculation: SpeculationFlags) -> GenerateRequest:
@@ -106,6 +111,15 @@ def requests_of(texts: list[str], own: GenerateFlags, flags: GenerateRequest) ->
     return requests
 
 
+def trace_output(own: GenerateFlags, num_prompts: int) -> TraceOutput | None:
+    """None: nobody wants to see traces. Raises ConfigError for a file that cannot be written."""
+    if not own.trace and own.trace_file is None:
+        return None
+    if own.trace_file is not None:
+        check_picture("--trace-file", own.trace_file)
+    return TraceOutput(path=own.trace_file, num_prompts=num_prompts, is_shown=own.trace)
+
+
 def refuse_service_flags(service: ServiceFlags) -> None:
     """Raises ConfigError for flags that a running service has already decided."""
     if service.given():
@@ -140,43 +154,60 @@ def given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-async def answer_with_service(config: ServiceConfig, requests: list[GenerateRequest], output: Output) -> int:
+async def answer_with_service(
+    config: ServiceConfig, requests: list[GenerateRequest], output: Output, traces: TraceOutput | None = None
+) -> int:
     """Start a service for these requests alone. Nothing of it is left after."""
     async with LocalService(config) as service:
         with loading_bars() as on_progress:
             await service.start(on_progress)
-        return await answer_all(service.address, requests, output)
+        return await answer_all(service.address, requests, output, traces)
 
 
-async def answer_all(address: str, requests: list[GenerateRequest], output: Output) -> int:
-    """Returns the exit code: 1 if any prompt failed."""
+async def answer_all(
+    address: str, requests: list[GenerateRequest], output: Output, traces: TraceOutput | None = None
+) -> int:
+    """Returns the exit code: 1 if any prompt failed, or could not be shown as it was asked for."""
     is_free = asyncio.Semaphore(MAX_SUBMITTED)
-    streams = [EventStream() for _ in requests]
+    asked = [replace(request, trace=traces is not None) for request in requests]
+    streams = [EventStream() for _ in asked]
+    are_right = True
     async with GenerateClient(address) as client:
-        tasks = [asyncio.create_task(s.fill(client, r, is_free)) for r, s in zip(requests, streams, strict=True)]
+        tasks = [asyncio.create_task(s.fill(client, r, is_free)) for r, s in zip(asked, streams, strict=True)]
         try:
-            shown = [await output.show(r, s.events()) for r, s in zip(requests, streams, strict=True)]
+            for request, stream, task in zip(asked, streams, tasks, strict=True):
+                are_right &= await output.show(request, stream.events())
+                if traces is not None:
+                    await task
+                    are_right &= traces.show(stream.trace)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    return EXIT_OK if all(shown) else EXIT_FAILED
+    return EXIT_OK if are_right else EXIT_FAILED
 
 
 class EventStream:
     """Events of one answer, kept until it is their turn to be shown."""
 
     def __init__(self) -> None:
+        self.trace: KeptTrace | SpecpipeError | None = None  # once filled: if it was asked for, and anything began
         self._queue: asyncio.Queue[AnswerEvent | SpecpipeError | None] = asyncio.Queue()
 
     async def fill(self, client: GenerateClient, request: GenerateRequest, is_free: asyncio.Semaphore) -> None:
+        """A service keeps few traces: this one is fetched at once, whenever it is to be shown."""
+        request_id = ""
         async with is_free:
             try:
                 async for event in client.generate(request):
+                    if isinstance(event, Started):
+                        request_id = event.request_id
                     self._queue.put_nowait(event)
                 self._queue.put_nowait(None)
             except SpecpipeError as error:
                 self._queue.put_nowait(error)
+            if request.trace and request_id:
+                self.trace = await _trace_or_error(client, request_id)
 
     async def events(self) -> AsyncIterator[AnswerEvent]:
         """Raises the error that ended the answer, if one did."""
@@ -184,3 +215,10 @@ class EventStream:
             if isinstance(item, SpecpipeError):
                 raise item
             yield item
+
+
+async def _trace_or_error(client: GenerateClient, request_id: str) -> KeptTrace | SpecpipeError:
+    try:
+        return await finished_trace(client, request_id)
+    except SpecpipeError as error:
+        return error

@@ -1,4 +1,4 @@
-"""Reading attributes of spans that may be missing or of another kind than expected.
+"""Reading attributes of spans that may be missing, of another kind than expected, or hostile.
 
 Owns: nothing. Must not know: what an attribute means.
 """
@@ -24,6 +24,9 @@ def count_of(span: Span, name: str) -> int:
 def text_of(span: Span | SpanEvent, name: str) -> str:
     """Of the attribute NAME; empty if there is none."""
     value = span.attributes.get(name, "")
-    if isinstance(value, tuple):
-        return ", ".join(str(part) for part in value)
-    return str(value)
+    return printable(", ".join(str(part) for part in value) if isinstance(value, tuple) else str(value))
+
+
+def printable(text: str) -> str:
+    """Without what would move a terminal's cursor or break a line."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

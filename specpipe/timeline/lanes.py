@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from specpipe.spans import Process, Role, Span
-from specpipe.timeline.attributes import number_of, text_of
+from specpipe.timeline.attributes import number_of, printable, text_of
 from specpipe.timeline.meaning import Facts
 from specpipe.timeline.model import Bar, Lane, Mark, Tone
 from specpipe.timeline.words import bar_details, bar_labels, event_details, process_words, wait_details
@@ -155,7 +155,7 @@ def _marks(spans: Sequence[Span], processes: Sequence[Process], facts: Facts) ->
         for event in span.events:
             if event.name not in TOLD_BY_TONE:
                 at_ms, worker = facts.ms(event.unix_nanos), text_of(event, "specpipe.worker")
-                mark = Mark(text=event.name, at_ms=at_ms, details=event_details(event, at_ms))
+                mark = Mark(text=printable(event.name), at_ms=at_ms, details=event_details(event, at_ms))
                 home = verified_by.get(span.span_id, span.process)
                 marks[by_address.get(worker, home)].append(mark)
     return {process: sorted(found, key=lambda mark: mark.at_ms) for process, found in marks.items()}

@@ -11,20 +11,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from specpipe.spans import KeptTrace, Span
-from specpipe.timeline.attributes import count_of, number_of, text_of
+from specpipe.timeline.attributes import count_of, number_of, printable, text_of
 from specpipe.timeline.lanes import lanes_of
 from specpipe.timeline.meaning import Facts, draft_ms, facts_of, forward_ms
 from specpipe.timeline.model import Round, Timeline, Tone, Totals
 
 
-def lay_out(trace: KeptTrace) -> Timeline:
-    """The picture of a trace, finished or not."""
-    spans = sorted(trace.spans, key=lambda span: (span.start_unix_nanos, -span.end_unix_nanos, span.span_id))
+def lay_out(trace: KeptTrace, *, request_id: str = "") -> Timeline:
+    """The picture of a trace, finished or not; `request_id` is shown if the trace does not say it yet."""
+    by_id = {span.span_id: span for span in reversed(trace.spans)}  # of two with one id the first counts
+    spans = sorted(by_id.values(), key=lambda span: (span.start_unix_nanos, -span.end_unix_nanos, span.span_id))
     facts = facts_of(spans)
     request = next((span for span in spans if span.name == "generate"), None)
     rounds = _rounds([span for span in spans if span.name == "verify"], facts)
     return Timeline(
-        request_id=_said(request, "specpipe.request_id"),
+        request_id=_said(request, "specpipe.request_id") or printable(request_id),
         trace_id=f"{trace.trace_id:032x}",
         is_complete=trace.is_complete,
         model=_said(request, "gen_ai.response.model") or _said(request, "gen_ai.request.model"),
@@ -34,7 +35,7 @@ def lay_out(trace: KeptTrace) -> Timeline:
         num_prompt_tokens=_usage(request, "input"),
         num_tokens=_usage(request, "output"),
         ending=_said(request, "gen_ai.response.finish_reasons"),
-        error=request.error if request else "",
+        error=printable(request.error) if request else "",
         lanes=lanes_of(spans, facts),
         rounds=rounds,
         totals=_totals(rounds, [span for span in spans if span.name == "draft"], request, facts),

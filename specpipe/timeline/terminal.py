@@ -146,6 +146,7 @@ class _Picture:
         for tone in tones_in(self._timeline.lanes, strips):
             shape = self._glyphs.shapes[tone]
             entry = Text.assemble((shape.left + shape.middle + shape.right, STYLES[tone]), f" {MEANINGS[tone]}")
+            entry.truncate(self._width)
             if line.cell_len and line.cell_len + 3 + entry.cell_len > self._width:
                 yield line
                 line = Text(no_wrap=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from specpipe.spans import AttributeValue, Process, Span, SpanEvent
-from specpipe.timeline.attributes import count_of, text_of
+from specpipe.timeline.attributes import count_of, printable, text_of
 from specpipe.timeline.model import Lane, Round, Timeline, Tone, Totals
 
 OWN_PREFIX: Final = "specpipe."
@@ -43,7 +43,7 @@ def share_text(share: float) -> str:
 
 def process_words(process: Process) -> str:
     pid = f"pid {process.pid}{' on ' + process.host if process.host else ''}" if process.pid else ""
-    return f"{process.address} ({pid})" if process.address and pid else process.address or pid
+    return printable(f"{process.address} ({pid})" if process.address and pid else process.address or pid)
 
 
 def lanes_words(lanes: Iterable[Lane]) -> str:
@@ -54,7 +54,7 @@ def lanes_words(lanes: Iterable[Lane]) -> str:
 def bar_labels(span: Span, outcome: str) -> tuple[str, ...]:
     """From the longest to the shortest."""
     if span.error:
-        return (f"{span.name} failed", "failed", "!")
+        return (f"{printable(span.name)} failed", "failed", "!")
     match span.name:
         case "verify":
             return _verify_labels(span, outcome)
@@ -63,7 +63,7 @@ def bar_labels(span: Span, outcome: str) -> tuple[str, ...]:
             return (f"{num_nodes} nodes", f"{num_nodes}") if num_nodes else ()
         case "rank":
             return (f"rank {count_of(span, 'rank')}", f"{count_of(span, 'rank')}")
-    return (span.name, span.name[:3])
+    return (printable(span.name), printable(span.name[:3]))
 
 
 def _verify_labels(span: Span, outcome: str) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ def bar_details(span: Span, tone: Tone, outcome: str, round_number: int, start_m
     lines = [_first_line(span, tone, outcome, round_number)]
     lines.append(f"{ms_text(duration_ms)}, from {ms_text(start_ms)} on")
     if span.error:
-        lines.append(f"error: {span.error}")
+        lines.append(f"error: {printable(span.error)}")
     return (*lines, *_attribute_lines(span.attributes))
 
 
@@ -97,14 +97,14 @@ def _first_line(span: Span, tone: Tone, outcome: str, round_number: int) -> str:
         case "draft":
             step = text_of(span, "specpipe.step")
             return f"draft step{' ' + step if step else ''}: {DRAFT_WORTH[tone]}"
-    return span.name
+    return printable(span.name)
 
 
 def _attribute_lines(attributes: Mapping[str, AttributeValue]) -> Iterator[str]:
     for name in sorted(attributes.keys() - SAID_IN_FIRST_LINE):
         text = _value_text(attributes[name])
         shown = text if len(text) <= MAX_VALUE_CHARS else text[:MAX_VALUE_CHARS] + "..."
-        yield f"{name.removeprefix(OWN_PREFIX)}: {shown}"
+        yield printable(f"{name.removeprefix(OWN_PREFIX)}: {shown}")
 
 
 def _value_text(value: AttributeValue) -> str:
@@ -116,7 +116,7 @@ def _value_text(value: AttributeValue) -> str:
 
 
 def event_details(event: SpanEvent, at_ms: float) -> tuple[str, ...]:
-    return (event.name, f"at {ms_text(at_ms)}", *_attribute_lines(event.attributes))
+    return (printable(event.name), f"at {ms_text(at_ms)}", *_attribute_lines(event.attributes))
 
 
 def wait_details(tone: Tone, ms: float, round_number: int) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def headline(timeline: Timeline) -> str:
     parts = [f"request {timeline.request_id}" if timeline.request_id else f"trace {timeline.trace_id}"]
     parts += [part for part in (timeline.model, timeline.mode) if part]
     if not timeline.is_complete:
-        parts.append("still running")
+        parts.append("not complete yet")
     return " · ".join(parts)
 
 
