@@ -220,16 +220,16 @@ def test_a_misspelt_option_is_never_told_of_hidden_ones(capsys: pytest.CaptureFi
 def test_every_flag_says_in_our_own_words_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """Where typer read the values itself, its validator's words came out."""
     for name, command in commands().items():
+        arguments = ["x" for param in command.params if param.param_type_name == "argument"]
         for option in command.params:
             if option.metavar in TEXTS or option.param_type_name == "argument" or getattr(option, "is_flag", False):
                 continue
-            prompt = ["x"] if name == "generate" else []
-            assert run([name, *prompt, option.opts[0], "nonsense"]) == 2
+            assert run([name, *arguments, option.opts[0], "nonsense"]) == 2
             said = capsys.readouterr().err
             assert re.fullmatch(rf"error: ({option.opts[0]}|device) (must be|needs) [^\n]+\n", said), said
 
 
-TEXTS = ("TEXT", "FILE", "MODEL", "MODEL|ngram|none", "HOST", "HOST:PORT")
+TEXTS = ("TEXT", "FILE", "MODEL", "MODEL|ngram|none", "HOST", "HOST:PORT", "A-B")
 
 
 def commands() -> dict[str, Any]:
