@@ -25,6 +25,7 @@ LANE_NAMES: Final = {
 }
 FRAMES: Final = ("generate", "round")  # how long they took is told by what lies in them
 TOLD_BY_TONE: Final = ("hit", "miss", "lookup")  # events that are no marks
+LEAST_QUEUE: Final = 0.1  # of the step that it precedes: what is shorter is the way from one step to the next
 TOLERANCE_MS: Final = 0.05  # steps that overlap by less come one after the other
 
 
@@ -81,23 +82,20 @@ def _bar(span: Span, facts: Facts) -> Bar:
 
 
 def _without_doubles(bars: Sequence[Bar]) -> list[Bar]:
-    """The step that ends a prefill is a round as well: it is drawn once."""
-    rounds = [bar for bar in bars if bar.round]
-    kept: list[Bar] = []
-    for bar in bars:
-        inside = (
-            [one for one in rounds if bar.start_ms <= one.start_ms < bar.end_ms] if bar.tone is Tone.PREFILL else []
-        )
-        kept.append(replace(bar, end_ms=inside[0].start_ms) if inside else bar)
-    gone = [bar for bar in kept if bar.tone is Tone.PREFILL and bar.end_ms <= bar.start_ms]
-    both = {bar.start_ms: bar for bar in gone if any(one.start_ms == bar.start_ms for one in rounds)}
-    return [
-        replace(bar, tone=Tone.PREFILL, labels=("prefill and round", *both[bar.start_ms].labels))
-        if bar.round and bar.start_ms in both
-        else bar
-        for bar in kept
-        if both.get(bar.start_ms) is not bar
-    ]
+    """The step that ends a prefill is a round or drafts as well: it is drawn once."""
+    steps = [bar for bar in bars if bar.tone is not Tone.PREFILL]
+    kept: dict[int, Bar] = {bar.id: bar for bar in bars}
+    for prefill in (bar for bar in bars if bar.tone is Tone.PREFILL):
+        last = next((step for step in steps if prefill.start_ms <= step.start_ms < prefill.end_ms), None)
+        if last is None:
+            continue
+        if last.start_ms > prefill.start_ms:
+            kept[prefill.id] = replace(prefill, end_ms=last.start_ms)
+        elif kept[last.id] is last:
+            del kept[prefill.id]
+            labels = (f"prefill and {'round' if last.round else 'draft'}", *prefill.labels)
+            kept[last.id] = replace(last, tone=Tone.PREFILL, labels=labels)
+    return list(kept.values())
 
 
 def _in_rows(bars: Sequence[Bar]) -> list[Bar]:
@@ -131,7 +129,7 @@ def _waits_before(bar: Bar, span: Span, from_ms: float) -> Iterable[Bar]:
     for tone, name in ((Tone.EXPOSED, "exposed"), (Tone.QUEUED, "queue")):
         waited_ms = number_of(span, f"{name}_ms")
         start_ms = max(end_ms - waited_ms, from_ms)
-        if start_ms < end_ms:
+        if start_ms < end_ms and (tone is Tone.EXPOSED or waited_ms >= LEAST_QUEUE * bar.duration_ms):
             details = wait_details(tone, waited_ms, bar.round)
             yield Bar(
                 tone=tone,

@@ -28,6 +28,7 @@ from specpipe.timeline.words import (
 
 TYPICAL_WIDTH: Final = 130  # pixels of a typical round, at first
 OVERVIEW_COLUMNS: Final = 400
+MAX_LABEL_CHARS: Final = 16
 
 
 def render(timeline: Timeline) -> str:
@@ -107,14 +108,15 @@ def _lane(lane: Lane) -> Iterator[str]:
 
 
 def _bar(bar: Bar) -> str:
-    name, label = bar.tone.value, bar.labels[min(1, len(bar.labels) - 1)] if bar.labels else ""
+    name = bar.tone.value
+    label = next((f"<b>{safe(text)}</b>" for text in bar.labels if len(text) <= MAX_LABEL_CHARS), "")
     row = f";--row:{bar.row}" if bar.row else ""
     links = f' data-links="{" ".join(f"s{link:x}" for link in bar.links)}"' if bar.links else ""
     own_round = f' data-round="{bar.round}"' if bar.round and bar.id else ""
     return (
         f'<div class="bar {name} {name}-ink{" failed" if bar.is_failed else ""}"'
         f"{f' id={chr(34)}s{bar.id:x}{chr(34)}' if bar.id else ''}{links}{own_round} "
-        f'style="{_place(bar.start_ms, bar.end_ms)}{row}" title="{_title(bar.details)}">{safe(label)}</div>'
+        f'style="{_place(bar.start_ms, bar.end_ms)}{row}" title="{_title(bar.details)}">{label}</div>'
     )
 
 

@@ -6,6 +6,7 @@ strips when there are too many. Must not know: how a strip is drawn.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,9 @@ def _prologue(timeline: Timeline) -> Iterator[Strip]:
 
 
 def _cut(rounds: Sequence[Round], timeline: Timeline, per_strip: int) -> Iterator[Strip]:
-    """A round that would leave the others no room gets a strip of its own."""
+    """Strips of about as many rounds each; a round that would leave the others no room gets one of its own."""
+    num_strips = max(math.ceil(len(rounds) / per_strip), 1)
+    per_strip = max(math.ceil(len(rounds) / num_strips), 1)
     part: list[Round] = []
     for one in rounds:
         if part and not _fits([*part, one], per_strip):

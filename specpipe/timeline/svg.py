@@ -236,7 +236,8 @@ def _axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
     for ms, text in ticks(scale.start_ms, scale.end_ms, PLOT // 110):
         x = LEFT + scale.place(ms)
         yield f'<path class="tick" d="M{x:.1f} {top + 14:.1f}V{bottom:.1f}"/>'
-        yield f'<text class="dim" x="{x + 3:.1f}" y="{top + 10:.1f}">{text}</text>'
+        if x + 3 + len(text) * CHAR <= WIDTH:
+            yield f'<text class="dim" x="{x + 3:.1f}" y="{top + 10:.1f}">{text}</text>'
 
 
 def _tone_rules() -> str:
@@ -247,6 +248,7 @@ def _tone_rules() -> str:
         rules.append(f".{name} {{ fill: {fill}; }} .{name}-ink {{ fill: var(--{name}-ink); }}")
         if tone in HATCHED:
             rules.append(f".{name}-solid {{ fill: var(--{name}-line); }}")
+            rules.append(f".{name}-ink {{ paint-order: stroke; stroke: var(--{name}); stroke-width: 4px; }}")
     return "\n".join(rules)
 
 

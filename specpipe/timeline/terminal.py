@@ -136,9 +136,11 @@ class _Picture:
         yield Text("slowest rounds", style=BOLD)
         rows = [ROUND_COLUMNS, *map(round_cells, rounds)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        while sum(widths) + 2 * (len(widths) - 1) > self._width:
+            widths.pop()  # with its column
         for index, row in enumerate(rows):
-            line = "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True))
-            yield Text(line[: self._width].rstrip(), style="" if index else DIM, no_wrap=True)
+            line = "  ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=False))
+            yield Text(line, style="" if index else DIM, no_wrap=True)
 
     def _legend(self, strips: Sequence[Strip]) -> Iterator[Text]:
         """What the glyphs in sight mean, as many to a line as fit."""

@@ -194,5 +194,5 @@ ROUND_COLUMNS: Final = (
     "exposed",
     "queue",
     "accepted",
-    "draft steps",
+    "drafts",
 )
