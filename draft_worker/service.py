@@ -15,6 +15,7 @@ from specpipe.engine.folder import check_folder
 from specpipe.engine.interface import StepModel
 from specpipe.model_thread import Send
 from specpipe.step_costs import MAX_MEASURING_S, StepCosts, measure
+from specpipe.telemetry.worker_telemetry import WorkerTelemetry
 from specpipe.types import Hello
 from specpipe.worker_service import serve_worker
 
@@ -27,18 +28,26 @@ async def serve(config: DraftWorkerConfig) -> int:
     Raises ConfigError (port taken, model missing or broken), UnsupportedModelError, or what escaped from a step.
     """
 
+    telemetry = WorkerTelemetry("draft", config.telemetry, config.server.host)
+
     def create(send: Send) -> tuple[Hello, DraftLoop]:
         # Imported on the model thread, once the process has set its thread counts: torch reads them when it is loaded.
-        from specpipe.engine.loader import load_model
+        from specpipe.engine.loader import load_model, log_progress
 
-        model = load_model(config.engine, on_progress=_log_progress)
+        model = load_model(config.engine, on_progress=log_progress)
         costs = StepCosts(config.engine.max_batch_tokens)
         measure(model, costs, max_rows=config.engine.max_batch_tokens, max_s=MAX_MEASURING_S, clock=time.perf_counter)
         logger.info("a step takes %.1f ms with 1 row, %.1f ms with 12", costs.estimate(1), costs.estimate(12))
-        return _create_hello(model, config), DraftLoop(model, config, send, costs=costs)
+        loop = DraftLoop(model, config, send, costs=costs, observer=telemetry.observer)
+        telemetry.watch_loop(loop)
+        return _create_hello(model, config), loop
 
     return await serve_worker(
-        "draft", config.server, create, read_vocabulary=lambda: check_folder(config.engine.model).vocabulary
+        "draft",
+        config.server,
+        create,
+        read_vocabulary=lambda: check_folder(config.engine.model).vocabulary,
+        telemetry=telemetry,
     )
 
 
@@ -50,7 +59,3 @@ def _create_hello(model: StepModel, config: DraftWorkerConfig) -> Hello:
         num_slots=model.num_slots,
         max_sessions=config.engine.max_sessions,
     )
-
-
-def _log_progress(fraction: float, text: str) -> None:
-    logger.info("%3.0f %% %s", 100 * fraction, text)

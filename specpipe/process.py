@@ -33,6 +33,7 @@ EXIT_FAILED = 1
 EXIT_INVALID = 2
 EXIT_INTERRUPTED = 130
 HTTP_PREFIX = "http="  # of the word in the ready line that says where pages are served
+METRICS_PREFIX = "metrics="  # ... and where Prometheus finds metrics
 ORPHAN_GRACE_S = 2.0
 """How long an orphan may take to end by itself."""
 
@@ -62,13 +63,16 @@ class Lifecycle:
         self.hurry.set()
         self.request_stop()
 
-    def announce(self, address: str, companions: Sequence[int] = (), *, http: str = "") -> None:
+    def announce(self, address: str, companions: Sequence[int] = (), *, http: str = "", metrics: str = "") -> None:
         """Tell the parent that this process serves on `address` (HOST:PORT), and the pids of its companions.
 
-        `http` is where it serves pages (HOST:PORT; empty: nowhere). The line is "ADDRESS [http=HOST:PORT] [PID ...]".
+        `http` is where it serves pages, `metrics` where Prometheus finds them (HOST:PORT; empty: nowhere). The line is
+        "ADDRESS [http=HOST:PORT] [metrics=HOST:PORT] [PID ...]".
         """
         logger.info("serving on %s", address)
-        words = [address, *([HTTP_PREFIX + http] if http else ()), *map(str, companions)]
+        text = self._config.ready_text.format(address=address)
+        places = [prefix + place for prefix, place in ((HTTP_PREFIX, http), (METRICS_PREFIX, metrics)) if place]
+        words = [text, *places, *map(str, companions)]
         fd = self._config.ready_fd
         if fd is not None:
             with contextlib.suppress(BrokenPipeError):  # the parent is gone: parent_fd says so too
@@ -118,9 +122,10 @@ async def serve_until_stopped(
     failure: asyncio.Future[None] | None = None,
     companions: Sequence[int] = (),
     http: str = "",
+    metrics: str = "",
 ) -> int:
     """Announce `address`, wait until told to end, drain. Returns the exit code; raises what `failure` holds."""
-    life.announce(address, companions, http=http)
+    life.announce(address, companions, http=http, metrics=metrics)
     ended = failure if failure is not None else asyncio.get_running_loop().create_future()
     if await life.unless_stopped(asyncio.shield(ended)):
         raise SpecpipeError("the service ended by itself")

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from specpipe import codec, codec_hello
 from specpipe.causes import one_cause
 from specpipe.codec_vocabulary import vocabulary_to_pb
-from specpipe.config import ServerConfig
+from specpipe.config import ServerConfig, TelemetryConfig
 from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import (
     ErrorCode,
@@ -32,6 +32,7 @@ from specpipe.model_thread import ModelThread, Send, StepLoop
 from specpipe.process import Lifecycle, lifecycle, serve_until_stopped
 from specpipe.reports import Report
 from specpipe.server import Server, create_server
+from specpipe.telemetry.worker_telemetry import WorkerTelemetry
 from specpipe.types import Batch, Close, Closed, Extension, Failed, Hello, Open
 from specpipe.worker_stream import (
     END,
@@ -252,12 +253,13 @@ async def serve_worker(
     timing: Timing | None = None,
     companions: Companions | None = None,
     read_vocabulary: Callable[[], Vocabulary] | None = None,
+    telemetry: WorkerTelemetry | None = None,
 ) -> int:
     """A whole worker process: take the port, load, serve until told to stop, drain. Returns the exit code.
 
     `create` runs on the model thread: it loads the model and makes the step loop. Health is NOT_SERVING and calls get
     UNAVAILABLE until it returns. `read_vocabulary` is called on some thread when a coordinator asks. Raises ConfigError
-    if the port is taken (before loading), what `create` raised, what escaped from the step loop, or why a companion
+    if a port is taken (before loading), what `create` raised, what escaped from the step loop, or why a companion
     was lost.
     """
     greeting: list[Hello] = []
@@ -267,30 +269,40 @@ async def serve_worker(
         greeting.append(replace(hello, protocol_version=PROTOCOL_VERSION, process=own_process()))
         return step_loop
 
+    telemetry = telemetry or WorkerTelemetry(kind, TelemetryConfig(), config.host)
     async with lifecycle(config) as life:
-        server = create_server(config, [WIRES[kind].service_name])
+        server = create_server(config, [WIRES[kind].service_name], metrics=telemetry.rpc)
         thread = ModelThread(create_loop)
         service = WorkerService(kind, None, thread, timing=timing, read_vocabulary=read_vocabulary)
         service.add_to(server)
-        await server.start()
-        thread.start()
-        if companions is not None:
-            companions.watch(thread.fail)
-        try:
-            if not await life.unless_stopped(thread.wait_ready()):
-                return life.exit_code
-            service.hello = greeting[0]
-            return await _serve(life, service, server, thread, companions.pids if companions else [])
-        finally:
-            await server.set_serving(False)
-            service.close()
-            await server.stop(0.5)
-            thread.stop()
-            await asyncio.wait([thread.failure], timeout=2.0)
+        telemetry.watch_service(thread, service, server)
+        async with telemetry.told() as metrics:
+            await server.start()
+            thread.start()
+            if companions is not None:
+                companions.watch(thread.fail)
+            try:
+                if not await life.unless_stopped(thread.wait_ready()):
+                    return life.exit_code
+                service.hello = greeting[0]
+                pids = companions.pids if companions else []
+                return await _serve(life, service, server, thread, companions=pids, metrics=metrics)
+            finally:
+                await server.set_serving(False)
+                service.close()
+                await server.stop(0.5)
+                thread.stop()
+                await asyncio.wait([thread.failure], timeout=2.0)
 
 
 async def _serve(
-    life: Lifecycle, service: WorkerService, server: Server, thread: ModelThread, companions: Sequence[int]
+    life: Lifecycle,
+    service: WorkerService,
+    server: Server,
+    thread: ModelThread,
+    *,
+    companions: Sequence[int],
+    metrics: str,
 ) -> int:
     await server.set_serving(service.is_healthy)
     health = asyncio.create_task(service.watch_health(server))
@@ -301,6 +313,7 @@ async def _serve(
             drain=lambda: service.drain(server),
             failure=thread.failure,
             companions=companions,
+            metrics=metrics,
         )
     finally:
         health.cancel()

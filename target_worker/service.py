@@ -15,6 +15,8 @@ from specpipe.engine.interface import StepModel
 from specpipe.engine.parallel.group import RankGroup
 from specpipe.model_thread import Send
 from specpipe.step_costs import MAX_MEASURING_S, StepCosts, measure
+from specpipe.telemetry.observer import NULL_OBSERVER, StepObserver
+from specpipe.telemetry.worker_telemetry import WorkerTelemetry
 from specpipe.types import Hello
 from specpipe.worker_service import serve_worker
 from target_worker.worker import TargetLoop
@@ -37,19 +39,24 @@ async def serve(config: TargetWorkerConfig) -> int:
 
 
 async def _serve(config: TargetWorkerConfig, group: RankGroup | None) -> int:
+    telemetry = WorkerTelemetry("target", config.telemetry, config.server.host)
     return await serve_worker(
         "target",
         config.server,
-        lambda send: _create(config, send, group),
+        lambda send: _create(config, send, group, telemetry),
         companions=group,
         read_vocabulary=lambda: check_folder(config.engine.model).vocabulary,
+        telemetry=telemetry,
     )
 
 
-def _create(config: TargetWorkerConfig, send: Send, group: RankGroup | None) -> tuple[Hello, TargetLoop]:
+def _create(
+    config: TargetWorkerConfig, send: Send, group: RankGroup | None, telemetry: WorkerTelemetry
+) -> tuple[Hello, TargetLoop]:
     """Load and measure. Runs on the model thread."""
     model = _load(config, group)
-    loop = create_loop(model, config, send)
+    loop = create_loop(model, config, send, observer=telemetry.observer)
+    telemetry.watch_loop(loop)
     hello = Hello(
         protocol_version=0,  # filled in by the service
         incarnation=secrets.randbits(64),
@@ -62,17 +69,23 @@ def _create(config: TargetWorkerConfig, send: Send, group: RankGroup | None) -> 
 
 def _load(config: TargetWorkerConfig, group: RankGroup | None) -> StepModel:
     if group is not None:
+        logger.info("loading %s, a shard on each of %d ranks", config.engine.model, group.size)
         return group.load()
-    from specpipe.engine.loader import load_model  # torch takes seconds to import: the port is taken before
+    from specpipe.engine.loader import load_model, log_progress  # torch takes seconds: the port is taken before
 
-    return load_model(config.engine)
+    return load_model(config.engine, on_progress=log_progress)
 
 
 def create_loop(
-    model: StepModel, config: TargetWorkerConfig, send: Send, *, max_measuring_s: float = MAX_MEASURING_S
+    model: StepModel,
+    config: TargetWorkerConfig,
+    send: Send,
+    *,
+    max_measuring_s: float = MAX_MEASURING_S,
+    observer: StepObserver = NULL_OBSERVER,
 ) -> TargetLoop:
     """A loop that knows what the model's steps cost."""
     costs = StepCosts(config.engine.max_batch_tokens)
     measure(model, costs, max_rows=config.engine.max_batch_tokens, max_s=max_measuring_s, clock=time.perf_counter)
     logger.info("a step takes %.1f ms with 1 row, %.1f ms with 16", costs.estimate(1), costs.estimate(16))
-    return TargetLoop(model, config, send, costs=costs)
+    return TargetLoop(model, config, send, costs=costs, observer=observer)

@@ -22,7 +22,7 @@ from typing import Final, Self
 import specpipe
 from specpipe.errors import ConfigError, SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.plan import ProcessSpec
-from specpipe.process import HTTP_PREFIX
+from specpipe.process import HTTP_PREFIX, METRICS_PREFIX
 from specpipe.telemetry.logs import FORWARDED
 
 START_TIMEOUT_S: Final = 600.0  # a large model from a slow disk
@@ -40,6 +40,7 @@ class ChildProcess:
         self.spec = spec
         self.address = ""
         self.http = ""  # HOST:PORT where it serves pages; empty: nowhere
+        self.metrics = ""  # HOST:PORT of its /metrics; empty: there are none
         self.companions: tuple[int, ...] = ()  # pids of the processes that it started itself
         self._process = process
         self._last_lines: collections.deque[str] = collections.deque(maxlen=50)
@@ -81,7 +82,8 @@ class ChildProcess:
     def _hear(self, words: Sequence[str]) -> None:
         """The ready line: see `specpipe.process.Lifecycle.announce`."""
         self.address = words[0]
-        self.http = next((word.removeprefix(HTTP_PREFIX) for word in words if word.startswith(HTTP_PREFIX)), "")
+        self.http = _place(words, HTTP_PREFIX)
+        self.metrics = _place(words, METRICS_PREFIX)
         self.companions = tuple(int(word) for word in words[1:] if word.isdecimal())
 
     async def wait(self) -> int:
@@ -126,6 +128,10 @@ class ChildProcess:
             self._last_lines.append(line)
             if not line.startswith(ERROR_PREFIX):
                 logger.info("[%s %d] %s", self.spec.role, self.pid, line, extra=FORWARDED)
+
+
+def _place(words: Sequence[str], prefix: str) -> str:
+    return next((word.removeprefix(prefix) for word in words if word.startswith(prefix)), "")
 
 
 async def _spawn(spec: ProcessSpec, port: int | None, ready_fd: int, parent_fd: int) -> asyncio.subprocess.Process:

@@ -39,6 +39,7 @@ class ProcessInfo:
     role: str
     pid: int
     address: str | None
+    metrics: str | None = None  # HOST:PORT of its /metrics
 
 
 OnProgress = Callable[[str, str], None]  # (name of a process, "loading" or "ready")
@@ -165,7 +166,8 @@ class LocalService:
 def _infos_of(child: ChildProcess) -> list[ProcessInfo]:
     """The process itself, then the ranks that it started."""
     ranks = [ProcessInfo(role=TARGET_RANK, pid=pid, address=None) for pid in child.companions]
-    return [ProcessInfo(role=child.spec.role, pid=child.pid, address=child.address), *ranks]
+    metrics = child.metrics or None
+    return [ProcessInfo(role=child.spec.role, pid=child.pid, address=child.address, metrics=metrics), *ranks]
 
 
 async def _end(child: ChildProcess, grace_s: float | None) -> None:

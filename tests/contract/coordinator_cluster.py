@@ -18,6 +18,7 @@ from waiting import wait_until
 
 import specpipe.demo
 from coordinator.driver import Coordinator
+from coordinator.metrics import CoordinatorMetrics
 from coordinator.service import SERVICE_NAME, App
 from coordinator.settings import DriverSettings
 from draft_worker.worker import DraftLoop
@@ -26,7 +27,10 @@ from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, 
 from specpipe.engine.interface import StepBatch
 from specpipe.engine.vocabulary import Vocabulary, read_vocabulary
 from specpipe.model_thread import ModelThread
+from specpipe.rpc_metrics import RpcMetrics
 from specpipe.server import create_server
+from specpipe.telemetry.observer import NULL_OBSERVER
+from specpipe.telemetry.worker_telemetry import WorkerTelemetry
 from specpipe.testing import TableModel
 from specpipe.types import Hello, Mode
 from specpipe.worker_service import WorkerService
@@ -96,11 +100,13 @@ class Worker:
     vocabulary: Vocabulary | None = None  # None: it cannot tell
     relay: TcpRelay | None = None  # once it has started: between it and the coordinator, if `is_relayed`
     is_relayed: bool = False
+    telemetry: WorkerTelemetry | None = None  # None: nothing is counted
 
     async def start(self) -> None:
         self.gate.set()
         self.is_frozen = False
-        self.server = create_server(ServerConfig(port=self.port), [WIRES[self.kind].service_name])
+        rpc = None if self.telemetry is None else self.telemetry.rpc
+        self.server = create_server(ServerConfig(port=self.port), [WIRES[self.kind].service_name], metrics=rpc)
         self.port = int(self.server.address.rpartition(":")[2])
         self.thread = ModelThread(self._create)
         hello = Hello(
@@ -154,9 +160,14 @@ class Worker:
     def _create(self, send: Any) -> Any:
         self.gated = GatedModel(self.model, self.gate)
         engine = EngineConfig(model="table", max_sessions=self.max_sessions)
+        observer = NULL_OBSERVER if self.telemetry is None else self.telemetry.observer
         if self.kind == "draft":
-            return DraftLoop(self.gated, DraftWorkerConfig(engine=engine), send)
-        return TargetLoop(self.gated, TargetWorkerConfig(engine=engine), send)
+            loop = DraftLoop(self.gated, DraftWorkerConfig(engine=engine), send, observer=observer)
+        else:
+            loop = TargetLoop(self.gated, TargetWorkerConfig(engine=engine), send, observer=observer)
+        if self.telemetry is not None:
+            self.telemetry.watch_loop(loop)
+        return loop
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -198,6 +209,8 @@ async def cluster(
     *,
     settings: DriverSettings = FAST,
     must_be_ready: bool = True,
+    metrics: CoordinatorMetrics | None = None,
+    rpc: RpcMetrics | None = None,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
     """A running service; by default with one worker of each kind."""
@@ -213,8 +226,8 @@ async def cluster(
             tokenizer=str(DEMO),
             **config,
         )
-        server = create_server(ServerConfig(), [SERVICE_NAME])
-        app = App(full, server, Coordinator(full, settings=settings))
+        server = create_server(ServerConfig(), [SERVICE_NAME], metrics=rpc)
+        app = App(full, server, Coordinator(full, settings=settings, metrics=metrics))
         await stack.enter_async_context(app.running())
         if must_be_ready:
             await app.wait_ready()
