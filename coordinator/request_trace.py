@@ -65,7 +65,9 @@ class RequestTrace:
         *,
         level: TraceLevel,
         received_ms: float,
+        note_lost: Callable[[int], None],
     ) -> None:
+        """`note_lost` is told of records that workers had to drop."""
         self.is_complete = False
         self.over_ms: float | None = None
         """When the request ended; what workers tell of it later is still taken, until it is complete."""
@@ -73,6 +75,7 @@ class RequestTrace:
         self._attributes = attributes
         self._emit_spans = emit
         self._level = level
+        self._note_lost = note_lost
         self._received_ms = received_ms
         self._queued_ms: float | None = None
         self._placed_ms: float | None = None  # the first target session was opened
@@ -150,7 +153,9 @@ class RequestTrace:
         session = self._sessions.get(report.session)
         if session is None or session.is_over or self.is_complete:
             return
-        self._num_lost_records += report.num_lost
+        if report.num_lost:
+            self._num_lost_records += report.num_lost
+            self._note_lost(report.num_lost)
         session.clock.before(now_ms, report.since_open_ms)
         for record in report.steps:
             self._add_step(report.session, session, record)

@@ -62,6 +62,9 @@ class Exporter(Protocol):
     """Takes spans and never blocks, until it is closed. See `specpipe.telemetry.export`."""
 
     @property
+    def num_pending(self) -> int: ...
+
+    @property
     def num_exported(self) -> int: ...
 
     @property
@@ -93,6 +96,10 @@ class Tracing:
         self._now_ms = now_ms
         self._unix_nanos = unix_nanos
         self._random = random or Random(secrets.randbits(128))
+        self.num_open = 0
+        """Traces that have begun and are not complete."""
+        self.num_lost_records = 0
+        """Records of steps that workers dropped before they could tell them."""
         self._sinks: dict[int, Sink] = {}
         self._next_sink = 0
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # by request id; the newest last
@@ -114,6 +121,11 @@ class Tracing:
     # Numbers
 
     @property
+    def num_pending(self) -> int:
+        """Spans that wait to be exported."""
+        return 0 if self._exporter is None else self._exporter.num_pending
+
+    @property
     def num_exported(self) -> int:
         """Spans that the OTLP receiver took."""
         return 0 if self._exporter is None else self._exporter.num_exported
@@ -131,7 +143,7 @@ class Tracing:
         kept = self._kept.get(request_id)
         if kept is None:
             return None
-        spans = tuple(sorted(kept.spans, key=lambda span: (span.start_unix_nanos, -span.end_unix_nanos)))
+        spans = tuple(sorted(kept.spans, key=_place))
         return KeptTrace(trace_id=kept.trace_id, is_complete=kept.is_complete, spans=spans)
 
     # Requests
@@ -182,6 +194,7 @@ class Tracing:
     def _create(
         self, question: Question, identity: TraceIdentity, level: TraceLevel, received_ms: float
     ) -> RequestTrace:
+        self.num_open += 1
         maker = SpanMaker(
             identity=identity,
             process=self._process,
@@ -193,8 +206,16 @@ class Tracing:
         kept = _Kept(identity.trace_id) if level in _KEPT else None
         exported = _EXPORTED[self._config.trace_level] if identity.is_sampled else frozenset[str]()
         return RequestTrace(
-            maker, attributes, partial(self._take, kept, exported), level=level, received_ms=received_ms
+            maker,
+            attributes,
+            partial(self._take, kept, exported),
+            level=level,
+            received_ms=received_ms,
+            note_lost=self._note_lost,
         )
+
+    def _note_lost(self, num_records: int) -> None:
+        self.num_lost_records += num_records
 
     def _new_id(self) -> int:
         return self._random.getrandbits(64) or 1
@@ -207,6 +228,8 @@ class Tracing:
         if kept is not None and request_id:
             self._keep(kept, request_id, spans)
             kept.is_complete = is_complete
+        if is_complete:
+            self.num_open -= 1
         if self._exporter is not None and exported:
             self._exporter.put([span for span in spans if span.name in exported])
         for sink in tuple(self._sinks.values()):
@@ -237,6 +260,11 @@ class Tracing:
         kept = self._kept.pop(request_id, None)
         if kept is not None:
             self._num_spans -= len(kept.spans)
+
+
+def _place(span: Span) -> tuple[int, int, bool]:
+    """By start; parents before their children."""
+    return span.start_unix_nanos, -span.end_unix_nanos, span.name != "round"
 
 
 def _at_least_round(level: TraceLevel) -> TraceLevel:

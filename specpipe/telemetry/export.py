@@ -69,6 +69,11 @@ class SpanExport:
         self._is_full = False
 
     @property
+    def num_pending(self) -> int:
+        """Spans of which it is not known yet."""
+        return self._num_put - self.num_exported - self._exporter.num_failed
+
+    @property
     def num_exported(self) -> int:
         """Spans that the receiver took."""
         return self._exporter.num_taken

@@ -19,7 +19,7 @@ from waiting import wait_until
 import specpipe.demo
 from coordinator.driver import Coordinator
 from coordinator.metrics import CoordinatorMetrics
-from coordinator.service import SERVICE_NAME, App
+from coordinator.service import SERVICE_NAMES, App
 from coordinator.settings import DriverSettings
 from draft_worker.worker import DraftLoop
 from specpipe.client import Answer, GenerateClient, GenerateRequest
@@ -226,7 +226,7 @@ async def cluster(
             tokenizer=str(DEMO),
             **config,
         )
-        server = create_server(ServerConfig(), [SERVICE_NAME], metrics=rpc)
+        server = create_server(ServerConfig(), SERVICE_NAMES, metrics=rpc)
         app = App(full, server, Coordinator(full, settings=settings, metrics=metrics))
         await stack.enter_async_context(app.running())
         if must_be_ready:
