@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc
 from specpipe.server import Server, create_server
 from specpipe.types import FinishReason, Mode, Origin, Rule
 
+README = Path(__file__).parents[2] / "README.md"
 SERVICE = "specpipe.rpc.v1.GenerateService"
 STARTED = Started(request_id="r", model="m", prompt_tokens=1, seed=3)
 STATS = SpeculationStats(
@@ -182,6 +184,17 @@ async def test_a_peer_that_says_nothing_is_given_up_after_seconds() -> None:
         code, _, err = await end_of(await start("generate", "a", "--connect", address), timeout_s=40)
     assert code == 1
     assert err == f"error: {address}: it does not answer: it may still be starting, or the address is wrong\n"
+
+
+async def test_the_python_example_of_the_readme_shows_an_answer_from_its_start_to_its_end(rig: Rig) -> None:
+    example = README.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    script = example.replace("127.0.0.1:50051", rig.server.address)
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-W", "error", "-c", script)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environment())
+    code, out, err = await end_of(process)
+    assert (code, err) == (0, "")
+    assert out == "r 3\n<def parse(line):>\n FinishReason.LENGTH 1 None\n"
 
 
 async def test_a_file_of_prompts_is_asked_as_it_says(rig: Rig, tmp_path: Path) -> None:

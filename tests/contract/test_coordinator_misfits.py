@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from coordinator_cluster import (
+    DEMO,
     VOCAB_SIZE,
     VOCABULARY,
     Worker,
@@ -15,14 +18,21 @@ from coordinator_cluster import (
     plain,
     target_model,
 )
+from waiting import wait_until
 
 from coordinator.events import Kind
+from coordinator.links import name_worker
+from coordinator.service import SERVICE_NAME, App
+from specpipe.client import GenerateClient
+from specpipe.config import CoordinatorConfig, ServerConfig
 from specpipe.engine.vocabulary import Vocabulary
-from specpipe.errors import ModelMismatchError
+from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError
+from specpipe.server import create_server
 from specpipe.testing import TableModel
 from specpipe.types import Mode
 
 DRAFT = Kind.DRAFT
+NOBODY = "127.0.0.1:9"
 
 
 async def test_a_draft_worker_with_another_tokenizer_is_refused_at_start() -> None:
@@ -73,6 +83,69 @@ async def test_target_workers_must_serve_one_model() -> None:
         async with cluster(targets):
             pass
     assert caught.group_contains(ModelMismatchError, match="another model or dtype")
+
+
+async def test_targets_that_were_all_replaced_by_another_model_are_told_what_to_do_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster([Worker("target", target_model())], []) as service:
+        (target,) = service.targets
+        await target.stop()
+        target.model.info = replace(target.model.info, fingerprint="new")
+        await target.start()
+        await wait_until(lambda: "fingerprint new" in caplog.text, timeout_s=30)
+    (said,) = {r.getMessage() for r in caplog.records if "fingerprint new" in r.getMessage()}
+    assert said.startswith(f"target worker {target.address} serves another model or dtype: ")
+    assert said.endswith(
+        "a coordinator keeps the model of the first target worker that it meets until it is started again; "
+        "it is dialled again"
+    )
+    gone = [r.getMessage() for r in caplog.records if r.name == "coordinator.links" and "is gone" in r.getMessage()]
+    assert all(said.count(target.address) == 1 for said in gone)
+
+
+async def test_a_service_that_starts_says_what_it_waits_for() -> None:
+    async with cluster(must_be_ready=False) as service:
+        with pytest.raises(WorkerUnavailableError, match=r"still starting: (no target|it waits for|its tokenizer)"):
+            await service.client.answer(ask(), timeout_s=60)
+        await wait_until(lambda: len(service.coordinator.pools[DRAFT]) == 1)
+        with pytest.raises(WorkerUnavailableError, match="still starting: its tokenizer is being loaded"):
+            await service.client.answer(ask(), timeout_s=60)
+
+
+async def test_a_service_without_a_target_worker_says_what_is_wrong_with_it() -> None:
+    app = create_app(DEMO)
+    async with app.running(), GenerateClient(app.server.address) as client:
+        await wait_until(lambda: "nothing listens" in app.coordinator.awaited, timeout_s=30)
+        with pytest.raises(WorkerUnavailableError) as raised:
+            await client.answer(ask(), timeout_s=60)
+    assert f"still starting: no target worker is connected (target worker {NOBODY}: nothing" in str(raised.value)
+
+
+def create_app(tokenizer: Path) -> App:
+    """A coordinator whose target worker is not there."""
+    config = CoordinatorConfig(targets=(NOBODY,), tokenizer=str(tokenizer))
+    return App(config, create_server(ServerConfig(), [SERVICE_NAME]))
+
+
+@pytest.mark.parametrize(
+    ("problem", "sentence"),
+    [
+        ("nothing listens there", "target worker a:1: nothing listens there"),
+        ("worker a:1 is gone: it stops", "target worker a:1 is gone: it stops"),
+        ("target worker a:1 serves another model", "target worker a:1 serves another model"),
+        ("the link to worker a:1 broke", "the link to worker a:1 broke"),
+    ],
+)
+def test_a_problem_names_its_worker_once(problem: str, sentence: str) -> None:
+    assert name_worker(Kind.TARGET, "a:1", problem) == sentence
+
+
+async def test_a_tokenizer_that_does_not_exist_is_told_before_any_worker_is_there(tmp_path: Path) -> None:
+    app = create_app(tmp_path)
+    async with app.running():
+        with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+            await asyncio.wait_for(app.wait_ready(), 60)
 
 
 async def test_a_tokenizer_that_is_not_the_targets_is_refused_at_start() -> None:
