@@ -63,7 +63,7 @@ class WorkerMetrics:
         )
         instruments.gauge(sessions, self._read_sessions)
         state = Description(
-            name="specpipe.worker.state", unit="1", text="1 for the state it is in.", labels=(*labels, "state")
+            name="specpipe.worker.state", unit="{worker}", text="1 for the state it is in.", labels=(*labels, "state")
         )
         instruments.gauge(state, self._read_states)
 

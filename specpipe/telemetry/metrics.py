@@ -37,7 +37,7 @@ class ProcessMetrics:
 
     def watch(self, server: Serving) -> None:
         """Called once, before `told`."""
-        serving = Description(name="specpipe.serving", unit="1", text="1 while health is SERVING.")
+        serving = Description(name="specpipe.serving", unit="{process}", text="1 while health is SERVING.")
         self.instruments.gauge(serving, lambda: {(): int(server.is_serving)})
 
     @asynccontextmanager
