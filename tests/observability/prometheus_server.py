@@ -45,7 +45,7 @@ class Prometheus:
 
 @contextmanager
 def running_prometheus(folder: Path, targets: Mapping[str, list[str]]) -> Iterator[Prometheus]:
-    """Our rules, and one scrape job for each entry of `targets`: HOST:PORT by job. Every second, so that tests are short."""
+    """Our rules, and a job for each entry of `targets` (HOST:PORT by job), read every second: tests are to be short."""
     log = folder / "prometheus.log"
     command = [
         program("prometheus", "prometheus"),

@@ -1,0 +1,94 @@
+"""Debian's Prometheus scrapes a real service, evaluates our rules, and answers what the dashboards ask."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from observed import Observed
+from prometheus_server import Prometheus, running_prometheus
+from promql import selectors
+from stack import Query, dashboard_queries, rule_queries, rules
+from tools import program
+
+# What a service that is well and has been asked a few short questions has nothing to say about.
+QUIET_WHEN_WELL = {
+    "overview: Alerts (A)",
+    "overview: Errors by status (A)",
+    "overview: Spans (B)",
+    "rounds: Fallbacks to plain decoding (A)",
+    "slo: Faults by status (A)",
+    "slo: Alerts firing (A)",
+}
+
+
+@pytest.fixture(scope="module")
+def prometheus(observed: Observed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Two scrapes with answers in between have been made, and the rules were evaluated on them."""
+    program("prometheus", "prometheus")
+    with running_prometheus(tmp_path_factory.mktemp("prometheus"), targets_of(observed)) as server:
+        server.wait_for("first scrape", lambda: len(server.query("up == 1")) == 3)
+        observed.ask(8)
+        server.wait_for("rounds", lambda: bool(server.query("sum(rate(specpipe_rounds_total[1m])) > 0")))
+        server.wait_for("rules", lambda: bool(server.query("specpipe:tokens_per_round:rate5m > 0")))
+        yield server
+
+
+def targets_of(observed: Observed) -> dict[str, list[str]]:
+    """As the job names of every road are: specpipe-ROLE."""
+    targets: dict[str, list[str]] = {}
+    for process in observed.service.processes:
+        targets.setdefault(f"specpipe-{process['role']}", []).append(process["metrics"])
+    return targets
+
+
+def test_every_process_is_scraped(prometheus: Prometheus) -> None:
+    up = {found["metric"]["job"]: found["value"][1] for found in prometheus.query("up")}
+    assert up == {"specpipe-coordinator": "1", "specpipe-target-worker": "1", "specpipe-draft-worker": "1"}
+
+
+@pytest.mark.parametrize("query", dashboard_queries(), ids=lambda query: query.where)
+def test_a_panel_is_answered(prometheus: Prometheus, query: Query) -> None:
+    answer = prometheus.query(query.expr)
+    assert answer or query.where in QUIET_WHEN_WELL, f"nothing to see: {query.expr}"
+
+
+def test_every_name_in_a_panel_or_rule_was_scraped(prometheus: Prometheus) -> None:
+    """Counters that begin to exist with the first event of their kind aside."""
+    names = set(prometheus.get("label/__name__/values"))
+    asked = {name for query in dashboard_queries() + rule_queries() for name, _ in selectors(query.expr)} - {""}
+    missing = {name for name in asked - names if not name.startswith("otelcol_")}
+    assert missing <= {"ALERTS", "specpipe_spans_dropped_total", "specpipe_fallbacks_total"}
+
+
+def test_rules_are_healthy_and_no_alert_fires(prometheus: Prometheus) -> None:
+    loaded = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert {rule["name"] for rule in loaded} == {
+        r.get("alert") or r["record"] for r in rules("alert") + rules("record")
+    }
+    assert [rule["name"] for rule in loaded if rule["health"] != "ok"] == []
+    assert [rule["name"] for rule in loaded if rule.get("state") == "firing"] == []
+
+
+def test_what_was_scraped_agrees_with_what_clients_were_told(observed: Observed, prometheus: Prometheus) -> None:
+    """Exactly, as long as nobody asks."""
+    finished = prometheus.query('sum(specpipe_requests_total{outcome="finished"})')
+    assert float(finished[0]["value"][1]) == len(observed.answers) + 8
+    left = prometheus.query('sum(specpipe_requests_total{outcome="cancelled"})')
+    assert float(left[0]["value"][1]) == 1
+
+
+def test_objective_bounds_exist_in_the_histogram(prometheus: Prometheus) -> None:
+    """The rules ask for the bucket of one second by its label."""
+    bounds = {found["metric"]["le"] for found in prometheus.query("gen_ai_server_time_to_first_token_seconds_bucket")}
+    (asked,) = {bound for query in rule_queries() for bound in re.findall(r'le=~"([^"]+)"', query.expr)}
+    assert bounds & set(asked.split("|"))
+
+
+def test_the_log_of_prometheus_has_no_complaint(prometheus: Prometheus) -> None:
+    complaints = [
+        line for line in Path(prometheus.log).read_text().splitlines() if "level=error" in line or "level=warn" in line
+    ]
+    assert not complaints
