@@ -167,6 +167,8 @@ class GenerateClient:
         try:
             return trace_from_pb(await self._traces.GetTrace(request_pb, timeout=timeout_s))
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise SpecpipeError(f"{self._address} keeps no traces: an older version, or no coordinator") from error
             own = _own_error(error, self._address)
             raise TraceNotFoundError(str(own)) if own.code is ErrorCode.NOT_FOUND else own from error
 

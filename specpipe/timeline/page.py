@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from specpipe.timeline.assets import HATCHED, asset
-from specpipe.timeline.model import MEANINGS, Bar, Lane, Timeline, Tone
+from specpipe.timeline.model import DRAFT_TONES, MEANINGS, Bar, Lane, Timeline, Tone
 from specpipe.timeline.scale import Scale, shares_of
 from specpipe.timeline.strips import tones_in_lanes
 from specpipe.timeline.svg import safe
@@ -109,7 +109,8 @@ def _lane(lane: Lane) -> Iterator[str]:
 
 def _bar(bar: Bar) -> str:
     name = bar.tone.value
-    label = next((f"<b>{safe(text)}</b>" for text in bar.labels if len(text) <= MAX_LABEL_CHARS), "")
+    labels = bar.labels[-1:] if bar.tone in DRAFT_TONES else bar.labels  # draft steps are short
+    label = next((f"<b>{safe(text)}</b>" for text in labels if len(text) <= MAX_LABEL_CHARS), "")
     row = f";--row:{bar.row}" if bar.row else ""
     links = f' data-links="{" ".join(f"s{link:x}" for link in bar.links)}"' if bar.links else ""
     own_round = f' data-round="{bar.round}"' if bar.round and bar.id else ""
