@@ -30,7 +30,6 @@ from specpipe.tree import GraftOutcome
 from specpipe.types import (
     Close,
     Closed,
-    Commit,
     Extension,
     Failed,
     Heartbeat,
@@ -45,12 +44,12 @@ from target_worker.planner import Planner
 from target_worker.room import Room
 from target_worker.scheduler import next_budget
 from target_worker.session import Limits, Phase, Session, check_open
+from target_worker.speech import Send, Speech
 from target_worker.step import SessionStep, create_batch, nan_slots, total_load
 from target_worker.waits import Waits
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[int, SessionMessage], None]
 _REMEMBERED = 4096  # ended sessions whose crossing Close is not answered a second time
 _OUTCOMES: Final[dict[GraftOutcome, ExtensionOutcome]] = {
     GraftOutcome.GRAFTED: "grafted",
@@ -78,9 +77,7 @@ class TargetLoop:
     ) -> None:
         self._model = model
         self._config = config
-        self._send = send
-        # What the last step led to, said once the next one is about to run: a commit, or only a report.
-        self._unsaid: list[tuple[Session, Commit | None]] = []
+        self._speech = Speech(send, clock)
         self._clock = clock
         self._observer = observer
         self._costs = costs or StepCosts(config.engine.max_batch_tokens)
@@ -117,7 +114,7 @@ class TargetLoop:
 
     def link_lost(self, link: int) -> None:
         """A stream ended: so do its sessions, without a word."""
-        self._unsaid = [(session, commit) for session, commit in self._unsaid if session.link != link]
+        self._speech.forget(link)
         for session in [session for session in self._sessions.values() if session.link == link]:
             self._forget(session)
         self._paused.discard(link)
@@ -147,13 +144,13 @@ class TargetLoop:
     def _open(self, link: int, opened: Open) -> None:
         if (link, opened.session) in self._sessions:
             error = DuplicateRequestError(f"session {opened.session} is open already")
-            self._say(link, _failed(opened.session, error))
+            self._speech.now(link, _failed(opened.session, error))
             return
         try:
             session = self._create(link, opened)
         except SpecpipeError as error:
-            self._say(link, _failed(opened.session, error))
-            self._say(link, Closed(session=opened.session, length=len(opened.tokens)))
+            self._speech.now(link, _failed(opened.session, error))
+            self._speech.now(link, Closed(session=opened.session, length=len(opened.tokens)))
             self._ended.append((link, opened.session))
             return
         self._sessions[link, opened.session] = session
@@ -177,9 +174,9 @@ class TargetLoop:
     def _close(self, link: int, close: Close, session: Session | None) -> None:
         if session is not None:
             self._forget(session)
-            self._say_last(session)
+            self._speech.last(session)
         elif (link, close.session) not in self._ended:
-            self._say(link, Closed(session=close.session, length=0))
+            self._speech.now(link, Closed(session=close.session, length=0))
 
     def _graft(self, session: Session, extension: Extension) -> None:
         now = self._clock()
@@ -200,7 +197,7 @@ class TargetLoop:
             self._fail(session, error)
             return
         self._note(session, SessionEventKind.RESYNC)
-        self._say(session.link, commit)
+        self._speech.now(session.link, commit)
 
     # One step.
 
@@ -217,7 +214,7 @@ class TargetLoop:
         if steps:
             self._run(steps)
             return 0.0
-        self._flush()
+        self._speech.flush()
         self._is_back_to_back = False
         if waiting:
             self._waits.begin_exposure(waiting, now)
@@ -238,7 +235,7 @@ class TargetLoop:
         batch = create_batch(steps)
         self._step += 1
         start = self._step_started = self._clock()
-        self._flush()
+        self._speech.flush()
         logits = self._model.forward(batch)
         end = self._clock()
         self._step_started = None
@@ -285,7 +282,7 @@ class TargetLoop:
         session.stats += RoundStats(step_ms=run.ms, num_steps=1)
         if session.recorder is not None:
             session.recorder.add_prefill(run, base=len(session.tokens), num_rows=step.num_committed)
-            self._unsaid.append((session, None))
+            self._speech.later(session)
 
     def _decide(self, step: SessionStep, logits: npt.NDArray[np.float32], run: StepRun) -> None:
         """Walk, commit, say so. A row that cannot be decided ends its session and no other."""
@@ -313,7 +310,7 @@ class TargetLoop:
             self._room.leave(session)
         elif was_cold:
             self._room.remember(session)
-        self._unsaid.append((session, replace(commit, next_budget=self._budget(session))))
+        self._speech.later(session, replace(commit, next_budget=self._budget(session)))
 
     def _budget(self, session: Session) -> int:
         if session.mode is not Mode.PIPELINED:
@@ -352,28 +349,10 @@ class TargetLoop:
             error = DeadlineExceededError(f"session {session.session}: its time ran out on the target worker")
             self._fail(session, error)
 
-    def _say(self, link: int, message: SessionMessage) -> None:
-        self._flush()
-        self._send(link, message)
-
-    def _flush(self) -> None:
-        """Say what the last step led to: not sooner, since the event loop would work while the next is planned."""
-        for session, commit in self._unsaid:
-            self._report(session)
-            if commit is not None:
-                self._send(session.link, commit)
-        self._unsaid.clear()
-
-    def _report(self, session: Session) -> None:
-        """Tell what was written down for a session. Never after what it led to."""
-        report = None if session.recorder is None else session.recorder.take(self._clock())
-        if report is not None:
-            self._send(session.link, report)
-
     def _note(self, session: Session, kind: SessionEventKind) -> None:
         if session.recorder is not None:
             session.recorder.add_event(kind, self._clock(), base=len(session.tokens))
-            self._unsaid.append((session, None))
+            self._speech.later(session)
 
     def _note_preempted(self, session: Session) -> None:
         logger.info("session %d gives its KV slots to older ones", session.session)
@@ -383,15 +362,7 @@ class TargetLoop:
     def _fail(self, session: Session, error: SpecpipeError, *, is_poisoned: bool = False) -> None:
         logger.info("session %d failed: %s", session.session, error)
         self._forget(session, is_poisoned=is_poisoned)
-        self._say_last(session, _failed(session.session, error))
-
-    def _say_last(self, session: Session, failed: Failed | None = None) -> None:
-        """A session has ended: what was done for it, why it failed, and that nothing follows."""
-        self._flush()
-        self._report(session)
-        if failed is not None:
-            self._send(session.link, failed)
-        self._send(session.link, Closed(session=session.session, length=len(session.tokens)))
+        self._speech.last(session, _failed(session.session, error))
 
     def _forget(self, session: Session, *, is_poisoned: bool = False) -> None:
         self._room.leave(session, is_poisoned=is_poisoned)
