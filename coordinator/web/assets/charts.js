@@ -24,7 +24,7 @@ export function Speed() {
   return html`
     <section class="panel speed" aria-labelledby="speed-title">
       <header><h2 id="speed-title">Tokens per second</h2><p class="note">all requests, last minute</p></header>
-      <p class="figure"><b>${rate(last)}</b> <span class="note">${most ? `at most ${most}` : "nothing is answered"}</span></p>
+      <p class="figure"><b>${rate(last)}</b> <span class="note">${most ? `now, at most ${most}` : "nothing is answered"}</span></p>
       <${Sparkline} sums=${sums} most=${most} />
       <p class="note">
         ${requests && link.value === "live" ? `${count(requests.running, "request")} answered now, ${requests.waiting} waiting` : ""}
@@ -65,8 +65,10 @@ export function Acceptance() {
         ${shares.map(
           (part, index) => html`
             <li title=${`${share(part)} of drafted rounds accepted at least ${count(index + 1, "token")}`}>
-              <span class="value">${numRounds && index % 3 === 0 ? Math.round(100 * part) : ""}</span>
-              <span class="column"><i style=${{ height: `${100 * part}%` }}></i></span>
+              <span class="column">
+                <span class="value">${part ? Math.round(100 * part) : ""}</span>
+                <i style=${{ height: `${84 * part}%` }}></i>
+              </span>
               <span class="depth">${index + 1}</span>
             </li>
           `,

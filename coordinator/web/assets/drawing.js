@@ -15,9 +15,11 @@ const COLORS = [
   "ink", "muted", "hairline", "panel", "verify", "prefill", "draft", "draft-wasted", "wait", "hit", "miss", "on-bar", "focus",
 ];
 
-export function readColors(element) {
+// Colours by name, and the font.
+export function readStyle(element) {
   const style = getComputedStyle(element);
-  return Object.fromEntries(COLORS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  const colors = COLORS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]);
+  return { ...Object.fromEntries(colors), font: `11px ${style.fontFamily}` };
 }
 
 export function heightFor(numLanes) {
@@ -64,7 +66,7 @@ function laneTop(index) {
 }
 
 function drawLabel(context, lane, y, colors) {
-  context.font = "11px system-ui, sans-serif";
+  context.font = colors.font;
   context.textBaseline = "alphabetic";
   context.fillStyle = colors.ink;
   const kind = lane.kind === "target" ? "target worker" : "draft worker";
@@ -75,7 +77,7 @@ function drawLabel(context, lane, y, colors) {
 
 function drawAxis(context, view, size, colors, x) {
   const step = tickStep((view.to - view.from) / Math.max(2, size.width / 110));
-  context.font = "11px system-ui, sans-serif";
+  context.font = colors.font;
   context.textBaseline = "alphabetic";
   for (let time = view.to - step; time > view.from; time -= step) {
     context.fillStyle = colors.hairline;
@@ -138,7 +140,7 @@ function drawRound(context, bar, left, width, y, colors) {
   const tokens = bar.parts.reduce((sum, part) => sum + part.tokens, 0);
   if (width >= MIN_NUMBER_PX) {
     context.fillStyle = colors["on-bar"];
-    context.font = "600 11px system-ui, sans-serif";
+    context.font = `600 ${colors.font}`;
     const text = `+${tokens}`;
     context.fillText(text, left + (width - context.measureText(text).width) / 2, y + LANE_HEIGHT / 2 + 4);
   }

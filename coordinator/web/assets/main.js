@@ -25,11 +25,10 @@ function Header() {
   const model = service.value?.model;
   return html`
     <header class="top">
-      <h1>specpipe</h1>
+      <h1>specpipe <small>${service.value?.version ?? ""}</small></h1>
       <p>${model ? html`<b>${model.name}</b> <span class="note">${drafterWords()}</span>` : ""}</p>
       <p class="grow"></p>
       <p class="health ${health()}" role="status"><i class="dot" aria-hidden="true"></i>${healthWords[health()]}</p>
-      <p class="note">${service.value?.version ?? ""}</p>
     </header>
   `;
 }

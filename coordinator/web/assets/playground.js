@@ -8,9 +8,9 @@ import { ask } from "./generate.js";
 import { statisticsOf } from "./statistics.js";
 import { service } from "./store.js";
 
-const EXAMPLE = 'def read_lines(path):\n    """Yield each line of a file without its end."""\n';
+const EXAMPLE = 'def read_json(path):\n    """Return what a JSON file holds."""\n';
 
-const form = { prompt: signal(EXAMPLE), mode: signal(""), temperature: signal("0"), tokens: signal("128"), seed: signal("") };
+const form = { prompt: signal(EXAMPLE), mode: signal(""), temperature: signal("0.5"), tokens: signal("128"), seed: signal("") };
 const phase = signal("idle"); // idle | asking | done | stopped | failed
 const problem = signal("");
 const counts = signal(noCounts());

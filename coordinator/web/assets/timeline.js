@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import { signal, useSignal } from "@preact/signals";
 import { html } from "./html.js";
-import { barAt, draw, heightFor, placeOf, readColors } from "./drawing.js";
+import { barAt, draw, heightFor, placeOf, readStyle } from "./drawing.js";
 import { count, median, milliseconds, share } from "./format.js";
 import { overlapWithin } from "./history.js";
 import { heard, history, serviceNow, state } from "./store.js";
@@ -11,6 +11,8 @@ const SPANS_MS = [500, 1_000, 2_000, 5_000, 10_000, 30_000];
 const LAG_MS = 400; // steps are told when their round has ended
 const REST_MS = 250; // shown behind the last step once nothing happens
 const MIN_STEP_PX = 8; // of an ordinary step, where the length is chosen for you
+const DETAILS_PX = 290; // as wide as style.css says
+const SUMMARY_MS = 300; // between two summaries in words
 const CALM_REDRAW_MS = 1_000; // for those who asked for less motion
 
 const chosenMs = signal(0); // length shown; 0: by the length of steps
@@ -81,12 +83,13 @@ function animate(canvas, view, selected, told) {
   const context = canvas.getContext("2d");
   const calm = matchMedia("(prefers-reduced-motion: reduce)");
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  let colors = readColors(canvas);
+  let colors = readStyle(canvas);
   let drawnAt = 0;
+  let toldAt = -Infinity;
   let drawn = "";
   let request = 0;
   const recolor = () => {
-    colors = readColors(canvas);
+    colors = readStyle(canvas);
     drawn = "";
   };
   const frame = (now) => {
@@ -101,8 +104,10 @@ function animate(canvas, view, selected, told) {
     drawn = shown;
     const linked = bar ? history.linkedBars(bar) : [];
     draw(context, { lanes, view: view.current, size, colors, selected: bar, linked });
-    if (now - drawnAt > 250 || !drawnAt) told.value = summary(lanes, view.current);
     drawnAt = now;
+    if (now - toldAt < SUMMARY_MS) return;
+    toldAt = now;
+    told.value = summary(lanes, view.current);
   };
   dark.addEventListener("change", recolor);
   request = requestAnimationFrame(frame);
@@ -211,7 +216,7 @@ function Details({ bar, view, canvas }) {
   const lanes = history.orderedLanes();
   const size = { width: canvas.current.clientWidth, height: canvas.current.clientHeight };
   const { x, y } = placeOf(bar, lanes, view.current, size);
-  const left = Math.min(Math.max(0, x - 120), Math.max(0, size.width - 260));
+  const left = Math.max(0, Math.min(x - DETAILS_PX / 2, size.width - DETAILS_PX));
   return html`
     <div class="details" role="status" style=${{ left: `${left}px`, top: `${y + 20}px` }}>
       <b>${bar.name}${bar.name === "prefill" ? "" : ` · step ${bar.parts[0].attributes.step}`}</b>
