@@ -52,10 +52,10 @@ class CoordinatorMetrics:
         self._instruments = instruments
         self._undrafted: set[RequestCount] = set()
         self._coordinator: Coordinating | None = None
-        self._gauge("queued", "Wait for their turn.", lambda coordinator: coordinator.num_waiting)
-        self._gauge("running", "Are answered.", lambda coordinator: coordinator.num_running)
         undrafted = "Of the running ones, want a draft worker and have none."
-        self._gauge("undrafted", undrafted, lambda _: len(self._undrafted))
+        self._gauge("queued", "Wait for their turn.", lambda: self._coordinator.num_waiting if self._coordinator else 0)
+        self._gauge("running", "Are answered.", lambda: self._coordinator.num_running if self._coordinator else 0)
+        self._gauge("undrafted", undrafted, lambda: len(self._undrafted))
 
     def watch(self, coordinator: Coordinating, addresses: Mapping[Kind, Sequence[str]]) -> None:
         """`addresses`: of the workers of its configuration."""
@@ -84,9 +84,9 @@ class CoordinatorMetrics:
         """Whether a running request that wants a draft worker has one; over, it does not want one any more."""
         (self._undrafted.discard if is_drafted else self._undrafted.add)(request)
 
-    def _gauge(self, name: str, text: str, read: Callable[[Coordinating], int]) -> None:
+    def _gauge(self, name: str, text: str, read: Callable[[], int]) -> None:
         about = Description(name=f"specpipe.requests.{name}", unit="{request}", text=text)
-        self._instruments.gauge(about, lambda: {(): read(self._coordinator) if self._coordinator else 0})
+        self._instruments.gauge(about, lambda: {(): read()})
 
 
 class RequestCount:
