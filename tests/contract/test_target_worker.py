@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -175,8 +176,10 @@ async def test_every_round_is_reported_before_its_commit(folder: Path, expected:
     """Over the stream: commits merge, and so do reports, but a record never comes after what it led to."""
     async with worker(folder) as link:
         answers = Answers(link, script=expected)
+        sent_s = time.perf_counter()
         answers.open(replace(create_open(1, mode=mode, k=8), wants_reports=True))
         await answers.until_closed(1)
+        passed_ms = (time.perf_counter() - sent_s) * 1e3
         assert (link.hello.process.pid, link.hello.process.version) == (os.getpid(), specpipe.__version__)
         assert link.num_rejected == 0
     assert answers.tokens[1] == expected
@@ -189,6 +192,8 @@ async def test_every_round_is_reported_before_its_commit(folder: Path, expected:
     assert sum(step.exposed_ms for step in rounds) == pytest.approx(stats.exposed_ms)
     assert sum(step.forward_ms for step in rounds) == pytest.approx(stats.step_ms)
     assert sum(report.num_lost for report in reports) == 0
+    assert all(report.since_open_ms < passed_ms for report in reports), "counted from when Open came"
+    assert rounds[0].since_open_ms < 0.5 * passed_ms
     told = 0
     for message in answers.messages:
         if isinstance(message, Report):
