@@ -1,0 +1,44 @@
+"""What the commands draw of a real answer: every round, and sums that are those of its statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from running import RunningService, run_command
+
+FLAGS = ("--temperature", "0", "--max-tokens", "40", "--ignore-eos")
+
+
+def test_the_trace_of_an_answer_has_every_round_and_agrees_with_its_statistics(
+    service: RunningService, tmp_path: Path
+) -> None:
+    page = tmp_path / "answer.html"
+    shown = ("--trace", "--trace-file", str(page))
+    answered = run_command("generate", "def index(", "--connect", service.address, *FLAGS, "--json", *shown)
+    assert answered.returncode == 0, answered.stderr
+    answer = json.loads(answered.stdout)
+    request_id, statistics = answer["request_id"], answer["speculation"]
+    assert f"request {request_id} · " in answered.stderr
+    assert "draft step" in answered.stderr
+    assert f'data-round="{statistics["rounds"]}"' in page.read_text(encoding="utf-8")
+
+    asked = run_command("trace", request_id, "--connect", service.address, "--json")
+    assert asked.returncode == 0, asked.stderr
+    told = json.loads(asked.stdout)
+    assert (told["request_id"], told["is_complete"]) == (request_id, True)
+    assert [one["number"] for one in told["rounds"]] == list(range(1, len(told["rounds"]) + 1))
+    totals = told["totals"]
+    assert totals["num_rounds"] == statistics["rounds"]
+    assert totals["num_accepted"] >= statistics["accepted_tokens"]  # what was cut off at the end is drawn too
+    assert totals["draft_ms"] == pytest.approx(statistics["draft_ms"], abs=0.001)
+    assert totals["exposed_ms"] == pytest.approx(statistics["exposed_draft_ms"], abs=0.001)
+    assert {span["process"]["role"] for span in told["spans"]} == {"coordinator", "target-worker", "draft-worker"}
+
+
+def test_a_request_that_nobody_traced_is_told_from_one_that_was(service: RunningService) -> None:
+    done = run_command("trace", "never-asked", "--connect", service.address)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "never-asked" in done.stderr
