@@ -1,14 +1,30 @@
 """The model thread: what reaches the step loop, when, and what happens when it fails."""
 
 import asyncio
+import inspect
 import threading
+import time
 
 import pytest
 
+from draft_worker.worker import DraftLoop
 from specpipe.errors import CapacityError, InvalidRequestError, InvariantError
 from specpipe.link import MAX_PENDING_EXTENSIONS
 from specpipe.model_thread import ModelThread
-from specpipe.types import Close, Closed, Commit, Extension, Heartbeat, NeedTokens, Origin
+from specpipe.types import (
+    Close,
+    Closed,
+    Commit,
+    Extension,
+    Heartbeat,
+    NeedTokens,
+    Open,
+    Origin,
+    SamplingParams,
+    SpeculationParams,
+    StopRules,
+)
+from target_worker.worker import TargetLoop
 
 
 class FakeLoop:
@@ -90,6 +106,18 @@ def an_extension(session, base=1):
     return Extension(session=session, base=base, parents=(0,), tokens=(5,), confidences=(0.5,))
 
 
+def an_open(session):
+    return Open(
+        session=session,
+        request_id="r",
+        tokens=(1,),
+        num_prompt_tokens=1,
+        sampling=SamplingParams(),
+        stops=StopRules(max_length=9),
+        speculation=SpeculationParams(),
+    )
+
+
 def a_commit(base):
     return Commit(session=1, round=1, base=base, tokens=(base,), origins=(Origin.PLAIN,))
 
@@ -101,6 +129,25 @@ async def test_messages_reach_the_step_loop_before_its_next_step():
         await rig.until(lambda: len(rig.loop.log) == 3)
         assert rig.loop.log == ["step", (rig.link, NeedTokens(session=1, have=2)), "step"]
         assert rig.thread.heartbeat() == Heartbeat(step=2)
+
+
+async def test_what_comes_during_a_step_says_when_it_came_by_the_clock_of_the_step_loops():
+    async with Rig() as rig:
+        await rig.until(lambda: rig.loop.log == ["step"])
+        rig.loop.gate.clear()
+        rig.thread.post(rig.link, NeedTokens(session=9, have=1))
+        await rig.until(lambda: (rig.link, NeedTokens(session=9, have=1)) in rig.loop.log)
+        before_s = time.perf_counter()
+        rig.thread.post(rig.link, an_open(1))
+        rig.thread.post(rig.link, an_extension(1))
+        after_s = time.perf_counter()
+        rig.loop.gate.set()
+        await rig.until(lambda: any(isinstance(entry[1], Extension) for entry in rig.loop.log))
+        came = [entry[1].arrived_s for entry in rig.loop.log if isinstance(entry[1], Open | Extension)]
+        assert len(came) == 2
+        assert all(before_s <= at_s <= after_s for at_s in came)
+    for loop in (TargetLoop, DraftLoop):
+        assert inspect.signature(loop).parameters["clock"].default is time.perf_counter
 
 
 async def test_what_comes_during_a_step_is_merged_and_bounded():
