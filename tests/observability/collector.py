@@ -33,7 +33,7 @@ def running_collector(folder: Path, *, spans_to: str, metrics_to: str) -> Iterat
         **SETTINGS,
         "ROTEL_OTLP_GRPC_ENDPOINT": address,
         "ROTEL_OTLP_HTTP_ENDPOINT": http,
-        "ROTEL_OTLP_EXPORTER_TRACES_ENDPOINT": f"http://{spans_to}",
+        "ROTEL_OTLP_EXPORTER_ENDPOINT": f"http://{spans_to}",
         "ROTEL_OTLP_EXPORTER_METRICS_ENDPOINT": f"http://{metrics_to}",
     }
     with log.open("w") as output:
