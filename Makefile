@@ -14,7 +14,7 @@ PYTEST_FLAGS ?=
 # One compute thread a process unless the caller says otherwise: services pin themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup format lint types unit test test-slow test-oldest proto demo bench clean
+.PHONY: help setup format lint types unit test test-slow test-oldest proto demo picture bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -67,6 +67,10 @@ proto: setup  ## regenerate specpipe/rpc/v1 from proto/
 
 demo: setup  ## the main job from nothing: a streamed, pipelined answer of the demo pair, then the same without drafts
 	$(PYTHON) -m specpipe.cli.demo
+
+picture: setup  ## docs/images/trace.svg: a real answer of the demo pair, for the README
+	@mkdir -p docs/images
+	$(PYTHON) -m specpipe generate 'class Queue:' --temperature 0.8 --seed 5 --max-tokens 60 --json --trace-file docs/images/trace.svg >/dev/null
 
 bench: setup  ## speed of off, sync and pipelined, interleaved
 	$(PYTHON) -m benchmarks.modes
