@@ -66,8 +66,13 @@ class Visit:
 
     async def history(self, expression: str) -> Any:
         """Evaluate with `history`, the page's own, at hand."""
-        module = await self.page.evaluate("document.querySelector('script[type=module]').src.replace('main', 'store')")
+        module = await self.store_url()
         return await self.page.evaluate(f"import({module!r}).then(({{ history }}) => ({expression}))")
+
+    async def store_url(self) -> str:
+        """Of the module that holds what the page knows."""
+        script = "document.querySelector('script[type=module]').src.replace('main.js', 'store.js')"
+        return str(await self.page.evaluate(script))
 
     async def picture(self, name: str, **options: Any) -> None:
         """For the docs, when they are asked for; drawn always, so that it can be."""

@@ -55,7 +55,7 @@ export class History {
       lane.byStep.set(key, bar);
       insertByStart(lane.bars, bar);
     }
-    const part = { ...span, outcome: "none", tokens: (attributes.num_accepted ?? 0) + 1 };
+    const part = { ...span, outcome: null, tokens: (attributes.num_accepted ?? 0) + 1 };
     bar.parts.push(part);
     bar.exposed = Math.max(bar.exposed, attributes.exposed_ms ?? 0);
     if (span.name === "verify") bar.name = "verify";
@@ -138,13 +138,13 @@ export function tokensPerSecond(rounds, now, num) {
 
 // For each depth from 1: the share of rounds with a draft that accepted at least so many tokens of it.
 export function acceptanceByDepth(rounds, maxDepth) {
-  const drafted = rounds.filter(({ outcome }) => outcome === "hit" || outcome === "lookup");
-  const shares = [];
-  for (let depth = 1; depth <= maxDepth; depth++) {
-    const reached = drafted.filter(({ accepted }) => accepted >= depth).length;
-    shares.push(drafted.length ? reached / drafted.length : 0);
+  const reached = new Array(maxDepth + 1).fill(0); // by depth; 0: all rounds with a draft
+  for (const { outcome, accepted } of rounds) {
+    if (outcome !== "hit" && outcome !== "lookup") continue;
+    for (let depth = Math.min(accepted, maxDepth); depth >= 0; depth--) reached[depth]++;
   }
-  return { numRounds: drafted.length, shares };
+  const [numRounds, ...counts] = reached;
+  return { numRounds, shares: counts.map((count) => (numRounds ? count / numRounds : 0)) };
 }
 
 // How much of the drafting lay under a target step, and how long targets waited, between two moments.

@@ -17,6 +17,7 @@ const CALM_REDRAW_MS = 1_000; // for those who asked for less motion
 
 const chosenMs = signal(0); // length shown; 0: by the length of steps
 const isPaused = signal(false);
+let fitting = SPANS_MS[0]; // what "what fits" means now; it changes only when it has to
 
 export function Timeline() {
   const canvas = useRef(null);
@@ -137,10 +138,15 @@ function follow(width) {
 }
 
 function fittingLength(width) {
+  const step = ordinaryStep();
+  const isGood = (step * width) / fitting >= 0.7 * MIN_STEP_PX && (step * width) / fitting <= 4 * MIN_STEP_PX;
+  if (!isGood) fitting = SPANS_MS.filter((length) => (step * width) / length >= MIN_STEP_PX).at(-1) ?? SPANS_MS[0];
+  return fitting;
+}
+
+function ordinaryStep() {
   const steps = history.orderedLanes().filter(({ kind }) => kind === "target").flatMap(({ bars }) => bars.slice(-50));
-  const step = median(steps.map((bar) => bar.end - bar.start)) ?? 20;
-  const fitting = SPANS_MS.filter((length) => (step * width) / length >= MIN_STEP_PX);
-  return fitting.at(-1) ?? SPANS_MS[0];
+  return median(steps.map((bar) => bar.end - bar.start)) ?? 20;
 }
 
 function summary(lanes, { from, to }) {
@@ -234,7 +240,7 @@ function facts(bar) {
   found.push(["batch", `${count(attributes.batch_sessions, "session")}, ${count(attributes.batch_tokens, "row")}`]);
   if (bar.name === "verify") {
     const isOne = bar.parts.length === 1;
-    found.push([isOne ? `round ${attributes.round}` : "rounds", isOne ? outcomeWords[bar.parts[0].outcome] : outcomeCounts(bar)]);
+    found.push([isOne ? `round ${attributes.round}` : "rounds", isOne ? (outcomeWords[bar.parts[0].outcome] ?? "not told yet") : outcomeCounts(bar)]);
     found.push(["verified", `${count(sum("num_verified"), "node")}, ${sum("num_accepted")} accepted`]);
     const linked = history.linkedBars(bar).size;
     if (linked) found.push(["drafted in", count(linked, "step")]);
