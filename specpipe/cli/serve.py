@@ -30,7 +30,7 @@ from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.config import check_port_number
 from specpipe.errors import ConfigError
 from specpipe.launcher import LocalService, ServiceConfig
-from specpipe.launcher.plan import NONE
+from specpipe.launcher.plan import NONE, metrics_ports
 from specpipe.server import check_port
 from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
@@ -66,6 +66,7 @@ def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFla
     if config.drafter == NONE and speculation.mode in (Mode.SYNC, Mode.PIPELINED):
         logger.warning("--mode %s: nothing drafts with --draft none", speculation.mode.value)
     check_port(config.host, config.port)  # before models are loaded
+    check_metrics_ports(config, own.http_port)
     config = replace(config, http_port=page_port(own))
     return run_with_signals(
         lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK
@@ -103,6 +104,18 @@ def service_config(
     )
     check_device(config.device)
     return config
+
+
+def check_metrics_ports(config: ServiceConfig, http_port: int | None) -> None:
+    """Raises ConfigError for the first port that some process could not have."""
+    for host, port in metrics_ports(config):
+        check_port_number("metrics_port, with the ports that follow it for the workers,", port)
+        if port in (config.port, http_port):
+            raise ConfigError(f"--metrics-port: {port} is asked for twice (workers have the ports that follow it)")
+        try:
+            check_port(host, port)
+        except ConfigError as error:
+            raise ConfigError(f"--metrics-port: {error}") from None
 
 
 def page_port(own: ServeFlags) -> int | None:

@@ -18,6 +18,8 @@ DRAFT_WORKER: Final = "draft-worker"
 TARGET_WORKER: Final = "target-worker"
 TARGET_RANK: Final = "target-rank"  # of a target worker with several; started by its rank 0
 
+LOOPBACK: Final = "127.0.0.1"  # where workers listen
+
 NGRAM: Final = "ngram"
 NONE: Final = "none"
 
@@ -127,6 +129,15 @@ def plan_coordinator(config: ServiceConfig, targets: Sequence[str], drafts: Sequ
     for draft in drafts:
         arguments += ("--draft", draft)
     return ProcessSpec(role=COORDINATOR, arguments=arguments)
+
+
+def metrics_ports(config: ServiceConfig) -> list[tuple[str, int]]:
+    """Host and port of each process's metrics, the coordinator's first; none where any free ports will do."""
+    first = config.telemetry.metrics_port
+    if not first:
+        return []
+    num_workers = config.target_workers + config.num_draft_workers
+    return [(config.host, first), *((LOOPBACK, first + number) for number in range(1, 1 + num_workers))]
 
 
 def usable_cores() -> list[int]:

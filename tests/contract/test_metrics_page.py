@@ -19,8 +19,10 @@ from scraping import read_page, scrape
 
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.tracing import Tracing
+from specpipe.cli.serve import check_metrics_ports
 from specpipe.config import TelemetryConfig
 from specpipe.errors import ConfigError
+from specpipe.launcher import ServiceConfig
 from specpipe.spans import Role
 from specpipe.telemetry import provider
 from specpipe.telemetry.instruments import Description, Instruments
@@ -124,9 +126,7 @@ async def test_two_services_in_one_process_do_not_share_numbers() -> None:
 
 def documented() -> dict[str, tuple[str, str, str, frozenset[str]]]:
     """By OpenTelemetry name: Prometheus name, unit, kind, labels."""
-    rows = re.findall(
-        r"^\| `([^`|]+)` \| `([^`|]+)` \| (\S+) \| (\w+) \|([^|]*)\|", DOCUMENT.read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| `([^`|]+)` \| `([^`|]+)` \| (\S+) \| (\w+) \|([^|]*)\|", DOCUMENT.read_text(), re.MULTILINE)
     gen_ai = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
     found = {}
     for name, prometheus, unit, kind, labels in rows:
@@ -249,3 +249,24 @@ print([name for name in sys.modules if name.startswith(("opentelemetry.", "prome
 def test_a_page_is_text_that_prometheus_can_read() -> None:
     page = read_page("# TYPE a counter\na_total 3\n")
     assert page.counters == {("a_total", frozenset()): 3}
+
+
+# The flags of `specpipe serve`
+
+
+def test_ports_that_some_process_could_not_have_are_refused_before_anything_is_loaded() -> None:
+    service = ServiceConfig(target="t", draft="d", telemetry=TelemetryConfig(metrics_port=65534))
+    with pytest.raises(ConfigError, match=r"must be in 0\.\.65535, got 65536"):
+        check_metrics_ports(service, None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        telemetry = TelemetryConfig(metrics_port=port - 1)
+        sentence = rf"^--metrics-port: port ({port}|{port - 1}) on 127\.0\.0\.1 is already in use$"
+        with pytest.raises(ConfigError, match=sentence):
+            check_metrics_ports(ServiceConfig(target="t", draft="d", telemetry=telemetry), None)
+    twice = ServiceConfig(target="t", port=9464, telemetry=TelemetryConfig(metrics_port=9464))
+    with pytest.raises(ConfigError, match="--metrics-port: 9464 is asked for twice"):
+        check_metrics_ports(twice, None)
+    check_metrics_ports(ServiceConfig(target="t", telemetry=TelemetryConfig(metrics_port=0)), None)

@@ -9,8 +9,9 @@ from tiny_models import make_pair
 
 from specpipe.cli.flags import EngineFlags
 from specpipe.cli.services import engine_config
+from specpipe.config import TelemetryConfig
 from specpipe.errors import ConfigError
-from specpipe.launcher.plan import ProcessSpec, ServiceConfig, plan_coordinator, plan_workers
+from specpipe.launcher.plan import ProcessSpec, ServiceConfig, metrics_ports, plan_coordinator, plan_workers
 from specpipe.launcher.service import process_names
 from specpipe.types import Mode
 
@@ -31,6 +32,15 @@ def test_targets_come_first_and_get_the_first_cores() -> None:
     assert [value_of(spec, "--model") for spec in specs] == ["t", "t", "d", "d"]
     assert cores_of(specs) == ["0", "1", "2", None]
     assert process_names(specs) == ["target-worker 1", "target-worker 2", "draft-worker 1", "draft-worker 2"]
+
+
+@pytest.mark.parametrize(("first", "ports"), [(9464, ["9464", "9465", "9466"]), (0, ["0"] * 3), (None, [None] * 3)])
+def test_each_process_has_a_metrics_port_of_its_own(first: int | None, ports: list[str | None]) -> None:
+    config = ServiceConfig(target="t", draft="d", host="::1", telemetry=TelemetryConfig(metrics_port=first))
+    specs = [plan_coordinator(config, ["a:1"], ["b:2"]), *plan_workers(config, [])]
+    assert [value_of(spec, "--metrics-port") for spec in specs] == ports
+    expected = [("::1", 9464), ("127.0.0.1", 9465), ("127.0.0.1", 9466)] if first else []
+    assert metrics_ports(config) == expected
 
 
 def test_each_rank_has_a_core_of_its_own() -> None:
