@@ -65,6 +65,9 @@ $(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
 proto: setup  ## regenerate specpipe/rpc/v1 from proto/
 	$(PYTHON) proto/generate.py
 
+vendor: setup  ## fetch the live page's front-end libraries again (needs npm)
+	$(PYTHON) tools/vendor.py
+
 demo: setup  ## the main job from nothing: a streamed, pipelined answer of the demo pair, then the same without drafts
 	$(PYTHON) -m specpipe.cli.demo
 

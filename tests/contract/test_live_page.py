@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 import pytest_asyncio
-from coordinator_cluster import Cluster, cluster
+from coordinator_cluster import DEMO, Cluster, Worker, cluster, draft_model, target_model
 from http_calls import Events, asking, client, events, message_of
 from waiting import wait_until
 
@@ -338,3 +340,34 @@ async def test_a_port_that_is_taken_is_one_sentence() -> None:
         with pytest.raises(ConfigError, match=f"^port {port} on 127.0.0.1 is already in use$"):
             async with app.running():
                 pass
+
+
+# The process
+
+
+async def test_the_command_says_where_its_page_is_and_ends_while_pages_watch() -> None:
+    target, draft = Worker("target", target_model()), Worker("draft", draft_model())
+    async with AsyncExitStack() as stack:
+        for worker in (target, draft):
+            await worker.start()
+            stack.push_async_callback(worker.end)
+        flags = ("--target", target.address, "--draft", draft.address, "--tokenizer", str(DEMO), "--http-port", "0")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "specpipe", "coordinator", *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        stack.callback(lambda: process.returncode is None and process.kill())
+        assert process.stdout is not None
+        words = (await process.stdout.readline()).decode().split()
+        (http,) = [word.removeprefix("http=") for word in words if word.startswith("http=")]
+        web = await stack.enter_async_context(client(http))
+        watching = await stack.enter_async_context(events(web))
+        assert (await watching.next("state"))["is_ready"]
+        reading = asyncio.ensure_future(_all(watching))
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 20)
+        await reading
+        assert process.returncode == 0
+        assert b"Traceback" not in log
+        assert b"uvicorn" not in log
