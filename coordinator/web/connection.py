@@ -34,14 +34,14 @@ class BoundedProtocol(H11Protocol):
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._silent = _stop(self._silent)
-        self._stalled = _stop(self._stalled)
+        _stop(self._silent)
+        _stop(self._stalled)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_answering:
-            self._silent = _stop(self._silent)
+            _stop(self._silent)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -53,7 +53,7 @@ class BoundedProtocol(H11Protocol):
         self._stalled = self.loop.call_later(self.max_stall_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._stalled = _stop(self._stalled)
+        _stop(self._stalled)
         super().resume_writing()
 
     @property
