@@ -29,4 +29,6 @@ def text_of(span: Span | SpanEvent, name: str) -> str:
 
 def printable(text: str) -> str:
     """Without what would move a terminal's cursor or break a line."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -20,7 +20,7 @@ from specpipe.timeline.model import Round, Timeline, Tone, Totals
 def lay_out(trace: KeptTrace, *, request_id: str = "") -> Timeline:
     """The picture of a trace, finished or not; `request_id` is shown if the trace does not say it yet."""
     by_id = {span.span_id: span for span in reversed(trace.spans)}  # of two with one id the first counts
-    spans = sorted(by_id.values(), key=lambda span: (span.start_unix_nanos, -span.end_unix_nanos, span.span_id))
+    spans = sorted(by_id.values(), key=_place)
     facts = facts_of(spans)
     request = next((span for span in spans if span.name == "generate"), None)
     rounds = _rounds([span for span in spans if span.name == "verify"], facts)
@@ -40,6 +40,11 @@ def lay_out(trace: KeptTrace, *, request_id: str = "") -> Timeline:
         rounds=rounds,
         totals=_totals(rounds, [span for span in spans if span.name == "draft"], request, facts),
     )
+
+
+def _place(span: Span) -> tuple[int, bool, int, int]:
+    """Ranks come after the step that they worked on, however long they took."""
+    return span.start_unix_nanos, span.name == "rank", -span.end_unix_nanos, span.span_id
 
 
 def _said(request: Span | None, name: str) -> str:
@@ -76,8 +81,10 @@ def _rounds(verifies: Iterable[Span], facts: Facts) -> tuple[Round, ...]:
 
 
 def _totals(rounds: Sequence[Round], drafts: Sequence[Span], request: Span | None, facts: Facts) -> Totals:
-    """Where the request's own statistics came with the trace, the sums of times are theirs."""
+    """Where the request's own statistics came with the trace, the sums of times are theirs: they leave out draft steps
+    of which no node ever came."""
     drafted_ms, exposed_ms = sum(map(draft_ms, drafts)), sum(one.exposed_ms for one in rounds)
+    verified_ms = sum(draft_ms(span) for span in drafts if facts.tone_of(span) is not Tone.WASTED)
     if request is not None and "specpipe.draft_ms" in request.attributes:
         drafted_ms, exposed_ms = number_of(request, "draft_ms"), number_of(request, "exposed_ms")
     num_of = Counter(one.tone for one in rounds)
@@ -93,6 +100,6 @@ def _totals(rounds: Sequence[Round], drafts: Sequence[Span], request: Span | Non
         draft_ms=drafted_ms,
         exposed_ms=exposed_ms,
         hidden_ms=max(drafted_ms - exposed_ms, 0.0),
-        wasted_ms=sum(draft_ms(span) for span in drafts if facts.tone_of(span) is Tone.WASTED),
+        wasted_ms=max(drafted_ms - verified_ms, 0.0),
         queue_ms=sum(one.queue_ms for one in rounds),
     )

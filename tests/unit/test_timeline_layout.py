@@ -199,6 +199,15 @@ def test_what_happened_on_a_worker_is_marked_on_its_lane() -> None:
     assert marks == {"coordinator": ["cancel"], "target": ["stale"], "draft": ["restarted"]}
 
 
+def test_ranks_lie_below_their_step_however_long_they_took() -> None:
+    make = TraceMaker()
+    verify = make.add("verify", 0.0, 10.0, TARGET, round=1)
+    make.add("rank", 0.0, 9.0, TARGET, parent_id=verify, rank=0)
+    make.add("rank", 0.0, 11.0, TARGET, parent_id=verify, rank=1)
+    bars = lay_out(make.trace()).lanes[0].bars
+    assert [(bar.row, bar.details[0]) for bar in bars] == [(0, "round 1: plain"), (1, "rank"), (2, "rank")]
+
+
 def test_a_worker_and_its_successor_have_a_lane_each() -> None:
     make = TraceMaker()
     make.add("verify", 0.0, 10.0, TARGET, round=1)
@@ -225,7 +234,7 @@ def test_sums_of_times_are_those_of_the_request_where_it_tells_them() -> None:
     make.add("generate", 0.0, 30.0, COORDINATOR, draft_ms=10.0, exposed_ms=4.0, num_rounds=1)
     make.add("draft", 0.0, 9.0, DRAFT, share_ms=3.0)
     totals = lay_out(make.trace()).totals
-    assert (totals.draft_ms, totals.exposed_ms, totals.hidden_ms, totals.wasted_ms) == (10.0, 4.0, 6.0, 3.0)
+    assert (totals.draft_ms, totals.exposed_ms, totals.hidden_ms, totals.wasted_ms) == (10.0, 4.0, 6.0, 10.0)
 
 
 def test_an_empty_trace_is_a_picture_too() -> None:
