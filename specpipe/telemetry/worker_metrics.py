@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-from specpipe.telemetry.instruments import Description, Instruments, Labels, Read, Readings
+from specpipe.telemetry.instruments import Counter, Description, Histogram, Instruments, Labels, Read, Readings
 from specpipe.telemetry.observer import ExtensionOutcome, IdleCause, LoadedLoop, WorkerLoad
 
 Kind = Literal["draft", "target"]
@@ -31,39 +31,20 @@ class WorkerMetrics:
         self._instruments = instruments
         self._idle = IdleTime(clock)
         self._loop: LoadedLoop | None = None
-        declare = self._declare
-        outcomes = [(kind, outcome) for outcome in _OUTCOMES[kind]]
-        self._seconds = instruments.histogram(declare("step.duration", "s", "Forward time of a step."), SECONDS_BOUNDS)
-        self._tokens = instruments.histogram(declare("step.tokens", "{token}", "Rows of a step."), TOKENS_BOUNDS)
-        self._step_sessions = instruments.counter(
-            declare("step.sessions", "{session}", "Sessions with rows, added up over steps."), [(kind,)]
-        )
-        self._rows = instruments.counter(
-            declare("step.rows", "{token}", "Rows of steps.", "type"),
-            [(kind, "prefill"), (kind, "decode"), (kind, "node")],
-        )
-        instruments.observe(
-            declare("idle_time", "s", "Time in which no step ran, between steps apart.", "cause"), self._read_idle
-        )
-        self._extensions = instruments.counter(
-            declare("extensions", "{extension}", "Extensions that came or were pushed.", "outcome"), outcomes
-        )
-        self._extension_nodes = instruments.counter(
-            declare("extension.nodes", "{token}", "Nodes in extensions.", "outcome"), outcomes
-        )
-        self._lag = instruments.histogram(
-            declare("extension.lag", "s", "From a commit to the first extension made for it."), SECONDS_BOUNDS
-        )
-        self._preemptions = instruments.counter(
-            declare("preemptions", "{preemption}", "Sessions that lost their slots to older ones."), [(kind,)]
-        )
-        self._lookups = instruments.counter(
-            declare("prefix_cache.lookups", "{lookup}", "Sessions given slots.", "result"),
-            [(kind, "hit"), (kind, "miss")],
-        )
-        self._prefix_tokens = instruments.counter(
-            declare("prefix_cache.tokens", "{token}", "Tokens of sessions given slots.", "state"),
-            [(kind, "cached"), (kind, "computed")],
+        counter, histogram, outcomes = self._counter, self._histogram, _OUTCOMES[kind]
+        self._seconds = histogram("step.duration", "s", "Forward time of a step.", SECONDS_BOUNDS)
+        self._tokens = histogram("step.tokens", "{token}", "Rows of a step.", TOKENS_BOUNDS)
+        self._step_sessions = counter("step.sessions", "{session}", "Sessions with rows, added up over steps.")
+        self._rows = counter("step.rows", "{token}", "Rows of steps.", type=("prefill", "decode", "node"))
+        idle = self._describe("idle_time", "s", "Time in which no step ran, between steps apart.", "cause")
+        instruments.observe(idle, self._read_idle)
+        self._extensions = counter("extensions", "{extension}", "Extensions that came or went.", outcome=outcomes)
+        self._extension_nodes = counter("extension.nodes", "{token}", "Nodes in extensions.", outcome=outcomes)
+        self._lag = histogram("extension.lag", "s", "From a commit to its first extension.", SECONDS_BOUNDS)
+        self._preemptions = counter("preemptions", "{preemption}", "Sessions that lost their slots to older ones.")
+        self._lookups = counter("prefix_cache.lookups", "{lookup}", "Sessions given slots.", result=("hit", "miss"))
+        self._prefix_tokens = counter(
+            "prefix_cache.tokens", "{token}", "Tokens of sessions given slots.", state=("cached", "computed")
         )
         self._declare_load()
 
@@ -84,14 +65,14 @@ class WorkerMetrics:
         def both(read: Callable[[], tuple[int, int]]) -> Read:
             return lambda: dict(zip([(kind, "in"), (kind, "out")], read(), strict=True))
 
-        waiting = self._declare("mailbox.sessions", "{session}", "Sessions with waiting messages.", "direction")
+        waiting = self._describe("mailbox.sessions", "{session}", "Sessions with waiting messages.", "direction")
         gauge(waiting, both(num_waiting))
-        dropped = self._declare("mailbox.drops", "{message}", "Messages that gave way to newer ones.", "direction")
+        dropped = self._describe("mailbox.drops", "{message}", "Messages that gave way to newer ones.", "direction")
         observe(dropped, both(num_dropped))
         observe(
-            self._declare("rejected_messages", "{message}", "Malformed messages."), lambda: {(kind,): num_rejected()}
+            self._describe("rejected_messages", "{message}", "Malformed messages."), lambda: {(kind,): num_rejected()}
         )
-        gauge(self._declare("streams", "{stream}", "Coordinators connected."), lambda: {(kind,): num_streams()})
+        gauge(self._describe("streams", "{stream}", "Coordinators connected."), lambda: {(kind,): num_streams()})
 
     # StepObserver
 
@@ -126,8 +107,16 @@ class WorkerMetrics:
 
     # Declaring
 
-    def _declare(self, name: str, unit: str, text: str, *labels: str) -> Description:
+    def _describe(self, name: str, unit: str, text: str, *labels: str) -> Description:
         return Description(name=f"specpipe.{name}", unit=unit, text=text, labels=("kind", *labels))
+
+    def _counter(self, name: str, unit: str, text: str, **known: Sequence[str]) -> Counter:
+        """With at most one label beside the kind: its name, and its values."""
+        values = [(self._kind, value) for values in known.values() for value in values]
+        return self._instruments.counter(self._describe(name, unit, text, *known), values or [(self._kind,)])
+
+    def _histogram(self, name: str, unit: str, text: str, bounds: Sequence[float]) -> Histogram:
+        return self._instruments.histogram(self._describe(name, unit, text), bounds)
 
     def _declare_load(self) -> None:
         """What the loop holds, asked when somebody looks."""
@@ -136,7 +125,7 @@ class WorkerMetrics:
         def states(**counts: Callable[[WorkerLoad], int]) -> Read:
             return lambda: {(kind, state): count(self._load()) for state, count in counts.items()}
 
-        sessions = self._declare("sessions", "{session}", "Open sessions.", "state")
+        sessions = self._describe("sessions", "{session}", "Open sessions.", "state")
         gauge(
             sessions,
             states(
@@ -146,7 +135,7 @@ class WorkerMetrics:
                 finished=lambda load: load.num_finished,
             ),
         )
-        slots = self._declare("slots", "{slot}", "KV slots.", "state")
+        slots = self._describe("slots", "{slot}", "KV slots.", "state")
         gauge(
             slots,
             states(
@@ -155,9 +144,9 @@ class WorkerMetrics:
                 free=lambda load: load.num_free_slots,
             ),
         )
-        nodes = self._declare("tree.nodes", "{token}", "Nodes held in draft trees.")
+        nodes = self._describe("tree.nodes", "{token}", "Nodes held in draft trees.")
         gauge(nodes, lambda: {(kind,): self._load().num_tree_nodes})
-        evicted = self._declare("prefix_cache.evictions", "{slot}", "Cached slots taken for something else.")
+        evicted = self._describe("prefix_cache.evictions", "{slot}", "Cached slots taken for something else.")
         self._instruments.observe(evicted, lambda: {(kind,): self._load().num_evicted_slots})
 
     def _load(self) -> WorkerLoad:

@@ -165,6 +165,13 @@ async def test_metrics_have_the_documented_prometheus_names() -> None:
     assert {name for name in names if name.startswith(("specpipe", "gen_ai", "rpc"))} <= wanted
 
 
+def test_queries_ask_for_metrics_that_there_are() -> None:
+    questions = DOCUMENT.read_text().partition("## Questions")[2]
+    asked = {re.sub("_(bucket|sum|count)$", "", name) for name in re.findall(r"(?:specpipe|gen_ai)_\w+", questions)}
+    assert len(asked) > 15
+    assert asked <= {prometheus for prometheus, *_ in documented().values()}
+
+
 def _num_labels(instruments: Instruments, histogram: object) -> int:
     return next(len(about.labels) for about, known in instruments.histograms if known is histogram)
 
