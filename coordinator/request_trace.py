@@ -18,7 +18,7 @@ from coordinator.state import RequestMachine
 from coordinator.trace_generate import GenerateAttributes
 from coordinator.trace_layout import SessionClock
 from coordinator.trace_rounds import Rounds
-from coordinator.trace_spans import Attributes, SpanMaker, prefill_attributes, worker_attributes
+from coordinator.trace_spans import Attributes, SpanMaker, WorkerName, name_worker, prefill_attributes
 from specpipe.answers import Chunk, Finished
 from specpipe.config import TraceLevel
 from specpipe.errors import RequestCancelledError, SpecpipeError
@@ -45,7 +45,7 @@ class _Session:
     """One session on one worker, from Open to its last message."""
 
     kind: Kind
-    process: Process
+    worker: WorkerName
     opened_ms: float
     clock: SessionClock
     prefill: list[Step] = field(default_factory=list)  # told and not written yet
@@ -131,7 +131,7 @@ class RequestTrace:
 
     def place(self, kind: Kind, session: int, process: Process, now_ms: float) -> None:
         """A session is about to be opened there."""
-        self._sessions[session] = _Session(kind, process, now_ms, SessionClock(now_ms))
+        self._sessions[session] = _Session(kind, name_worker(process), now_ms, SessionClock(now_ms))
 
     def observe(self, event: Event, instructions: Sequence[Instruction], now_ms: float) -> None:
         """The machine has handled an event. Instructions have not been carried out yet."""
@@ -161,7 +161,7 @@ class RequestTrace:
             self._add_step(report.session, session, record)
         for told in report.events:
             at_ms = session.clock.at(told.since_open_ms)
-            event = self._maker.event(told.kind.value, at_ms, base=told.base, worker=session.process.address)
+            event = self._maker.event(told.kind.value, at_ms, base=told.base, worker=session.worker.process.address)
             self._rounds.add_event(event, at_ms)
         self._send()
 
@@ -197,6 +197,8 @@ class RequestTrace:
     def _note_placements(self, event: Event, now_ms: float) -> None:
         assert self._machine is not None
         target, draft = self._machine.target, self._machine.draft
+        if target is self._target and draft is self._draft:
+            return
         is_over = self._machine.phase.is_over
         if target != self._target:
             if self._target is not None and not is_over:
@@ -268,7 +270,7 @@ class RequestTrace:
 
     def _address(self, placement: Placement) -> str:
         session = self._sessions.get(placement.session)
-        return "" if session is None else session.process.address
+        return "" if session is None else session.worker.process.address
 
     # What workers did
 
@@ -282,13 +284,13 @@ class RequestTrace:
                 times_ms = self._place_step(session, record, self._rounds.end_of_drafts(record.draft_steps))
                 self._end_prefill(session, (record, times_ms))
                 number = self._rounds_before + record.round
-                self._rounds.add_verify(record, number, session.process, times_ms)
+                self._rounds.add_verify(record, number, session.worker, times_ms)
             case StepKind.DRAFT:
                 if record.base in self._length_ms:
                     session.clock.after(self._length_ms[record.base], record.since_open_ms)
                 times_ms = self._place_step(session, record)
                 self._end_prefill(session, (record, times_ms))
-                self._rounds.add_draft((session_id, record.step), record, session.process, times_ms)
+                self._rounds.add_draft((session_id, record.step), record, session.worker, times_ms)
 
     def _bound_verify(self, session: _Session, record: StepRecord) -> None:
         known_ms = max((self._relay_ms[n] for n in record.draft_steps if n in self._relay_ms), default=None)
@@ -325,8 +327,8 @@ class RequestTrace:
                 "prefill",
                 steps[0][1][0],
                 steps[-1][1][1],
-                process=session.process,
-                attributes=prefill_attributes(session.process, [record for record, _ in steps]),
+                process=session.worker.process,
+                attributes=prefill_attributes(session.worker.attributes, [record for record, _ in steps]),
                 error=error,
             )
         )
@@ -337,7 +339,7 @@ class RequestTrace:
             end_ms, error = session.first_commit_ms, ""
         elif not error or session.kind is Kind.DRAFT:
             return
-        attributes = worker_attributes(session.process)
+        attributes = session.worker.attributes
         self._out.append(self._maker.span("prefill", session.opened_ms, end_ms, attributes=attributes, error=error))
 
     def _write_queue(self, end_ms: float, error: str) -> None:

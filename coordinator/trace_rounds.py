@@ -13,19 +13,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from coordinator.trace_spans import (
     Attributes,
     SpanMaker,
+    WorkerName,
     draft_attributes,
     round_attributes,
     verify_attributes,
-    worker_attributes,
 )
 from specpipe.reports import StepRecord
-from specpipe.spans import Process, Span, SpanEvent
+from specpipe.spans import Span, SpanEvent
 
 MAX_DRAFTS = 2048
 """Draft steps that are remembered for links."""
@@ -44,9 +44,10 @@ class _Draft:
     """A draft step that has been told."""
 
     span_id: int
+    record: StepRecord
+    worker: WorkerName
     start_ms: float
     end_ms: float
-    span: Span | None  # None: it has gone out
     draft_ms: float = 0.0  # that the request's statistics count, since nodes of it have come
     round: _Round | None = None
 
@@ -98,32 +99,28 @@ class Rounds:
         """When the last of these draft steps, as far as they are known, had ended."""
         return max((self._by_number[number].end_ms for number in numbers if number in self._by_number), default=0.0)
 
-    def add_verify(self, record: StepRecord, number: int, process: Process, times_ms: tuple[float, float]) -> None:
+    def add_verify(self, record: StepRecord, number: int, worker: WorkerName, times_ms: tuple[float, float]) -> None:
         """The verification of the request's round `number`."""
         start_ms, end_ms = times_ms
         a_round = self._begin(number, start_ms, end_ms)
         a_round.record = record
         self._note_outcome(a_round, record, start_ms)
-        worker = worker_attributes(process)
         span = self._maker.span(
             "verify",
             start_ms,
             end_ms,
             parent_id=a_round.span_id,
-            process=process,
-            attributes=verify_attributes(worker, record, number),
+            process=worker.process,
+            attributes=verify_attributes(worker.attributes, record, number),
             links=tuple(self._by_number[n].span_id for n in record.draft_steps if n in self._by_number),
         )
         self._emit(span)
-        self._emit_ranks(span, record, worker, start_ms)
+        self._emit_ranks(span, record, worker.attributes, start_ms)
 
-    def add_draft(self, key: StepKey, record: StepRecord, process: Process, times_ms: tuple[float, float]) -> None:
-        start_ms, end_ms = times_ms
-        attributes = draft_attributes(worker_attributes(process), record)
-        span = self._maker.span("draft", start_ms, end_ms, process=process, attributes=attributes)
-        draft = _Draft(span.span_id, start_ms, end_ms, span)
+    def add_draft(self, key: StepKey, record: StepRecord, worker: WorkerName, times_ms: tuple[float, float]) -> None:
+        draft = _Draft(self._maker.new_id(), record, worker, *times_ms)
         _remember(self._drafts, key, draft)
-        a_round = self._round_at(start_ms)
+        a_round = self._round_at(draft.start_ms)
         if a_round is None:
             self._waiting.append(draft)
         else:
@@ -277,9 +274,18 @@ class Rounds:
             a_round.draft_ms += draft_ms
 
     def _send(self, draft: _Draft, parent_id: int) -> None:
-        if draft.span is not None:
-            self._emit(replace(draft.span, parent_id=parent_id))
-            draft.span = None
+        """Once a draft: when its parent is known."""
+        self._emit(
+            self._maker.span(
+                "draft",
+                draft.start_ms,
+                draft.end_ms,
+                span_id=draft.span_id,
+                parent_id=parent_id,
+                process=draft.worker.process,
+                attributes=draft_attributes(draft.worker.attributes, draft.record),
+            )
+        )
 
     def _emit_ranks(self, verify: Span, record: StepRecord, worker: Attributes, start_ms: float) -> None:
         if not self._has_ranks:

@@ -76,7 +76,19 @@ class SpanMaker:
         return SpanEvent(name=name, unix_nanos=self.nanos(at_ms), attributes=named)
 
 
-def worker_attributes(process: Process) -> Attributes:
+@dataclass(frozen=True, slots=True)
+class WorkerName:
+    """A worker as spans name it: its process, and the attributes that all its spans have."""
+
+    process: Process
+    attributes: Attributes
+
+
+def name_worker(process: Process) -> WorkerName:
+    return WorkerName(process, _worker_attributes(process))
+
+
+def _worker_attributes(process: Process) -> Attributes:
     return {"specpipe.worker": process.address, "specpipe.incarnation": f"{process.incarnation:016x}"}
 
 
@@ -109,9 +121,9 @@ def draft_attributes(worker: Attributes, record: StepRecord) -> Attributes:
     return {**step_attributes(worker, record), "specpipe.share_ms": record.share_ms}
 
 
-def prefill_attributes(process: Process, records: Sequence[StepRecord]) -> Attributes:
+def prefill_attributes(worker: Attributes, records: Sequence[StepRecord]) -> Attributes:
     return {
-        **worker_attributes(process),
+        **worker,
         "specpipe.num_steps": len(records),
         "specpipe.num_rows": sum(record.num_rows for record in records),
         "specpipe.forward_ms": sum(record.forward_ms for record in records),

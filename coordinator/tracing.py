@@ -170,6 +170,8 @@ class Tracing:
 
     def tick(self, now_ms: float) -> None:
         """Time has passed: a worker that does not say its last word is not waited for."""
+        if not self._ending:
+            return
         for trace in self._ending:
             if trace.over_ms is not None and now_ms - trace.over_ms > COMPLETE_AFTER_MS:
                 trace.complete()

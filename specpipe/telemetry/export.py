@@ -3,10 +3,10 @@
 Owns: the queue, its bound and its end, what was exported and what was not, how our spans look to the SDK. Must not
 know: how spans come about. Loaded only where an endpoint is configured, as it loads OpenTelemetry.
 
-The SDK's own parts do the work: BatchSpanProcessor queues and batches on a thread of its own, OTLPSpanExporter encodes,
-sends and tries again. What they lack is here: spans are counted, the SDK's queue never overflows unseen, and the end is
+The SDK's own parts do the work: BatchSpanProcessor queues and batches on a thread of its own, OTLPSpanExporter sends
+and tries again. What they lack is here: spans are counted, the SDK's queue never overflows unseen, and the end is
 bounded (the processor alone would wait 30 s for a receiver that says nothing). Whoever puts spans in does no more than
-append to a queue: our spans become the SDK's on the export thread.
+append to a queue; `specpipe.telemetry.codec_otlp` encodes them on the export thread.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Final, cast
+from typing import Any, Final, cast
 
+from grpc import Compression
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+from opentelemetry.trace import SpanContext, TraceFlags
 
-import specpipe
-from specpipe import spans as ours
-from specpipe.telemetry.resources import resource_of
+from specpipe.spans import Span
+from specpipe.telemetry.codec_otlp import export_request
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +37,6 @@ EXPORT_TIMEOUT_S: Final = 10.0
 CLOSE_S: Final = 2.0
 """At the end of the process: without progress for so long what is left is given up, and after twice that anyway."""
 
-_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-_SCOPE: Final = InstrumentationScope("specpipe", specpipe.__version__)
-_KINDS: Final = {
-    ours.SpanKind.INTERNAL: SpanKind.INTERNAL,
-    ours.SpanKind.SERVER: SpanKind.SERVER,
-    ours.SpanKind.CLIENT: SpanKind.CLIENT,
-}
-_OK: Final = Status(StatusCode.UNSET)
-
 
 class SpanExport:
     """Takes spans from one thread; `close` ends it. The properties may be read from anywhere."""
@@ -58,7 +46,7 @@ class SpanExport:
         self._endpoint = endpoint
         self._exporter = _CountingExporter(endpoint)
         self._processor = BatchSpanProcessor(
-            cast(SpanExporter, self._exporter),
+            self._exporter,
             max_queue_size=MAX_QUEUE,
             schedule_delay_millis=1000 * EXPORT_INTERVAL_S,
             max_export_batch_size=MAX_BATCH,
@@ -83,7 +71,7 @@ class SpanExport:
         """Spans that are lost, by cause."""
         return {"queue full": self._num_refused, "export failed": self._exporter.num_failed}
 
-    def put(self, spans: Iterable[ours.Span]) -> None:
+    def put(self, spans: Iterable[Span]) -> None:
         """Never blocks and never raises."""
         for span in spans:
             is_full = self._num_put - self._exporter.num_tried >= MAX_QUEUE
@@ -114,46 +102,45 @@ class _Queued:
     """What the SDK's queue holds: a span of ours, sampled."""
 
     __slots__ = ("span",)
-    context = SpanContext(trace_id=1, span_id=1, is_remote=False, trace_flags=_SAMPLED)
+    context = SpanContext(trace_id=1, span_id=1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
-    def __init__(self, span: ours.Span) -> None:
+    def __init__(self, span: Span) -> None:
         self.span = span
 
 
-class _CountingExporter:
-    """A SpanExporter of `_Queued`. Says once that spans do not arrive, and once that they do again."""
+class _CountingExporter(OTLPSpanExporter):
+    """Of `_Queued`. Says once that spans do not arrive, and once that they do again; the library says it each time."""
 
     def __init__(self, endpoint: str) -> None:
-        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)  # it would say so with each batch
-        self.num_tried = self.num_taken = self.num_failed = 0
-        self._endpoint = endpoint
-        self._is_heard = True
-        self._otlp = OTLPSpanExporter(
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+        super().__init__(
             endpoint=f"http://{endpoint}",
             insecure=True,
             timeout=EXPORT_TIMEOUT_S,
+            compression=Compression.NoCompression,
             channel_options=(("grpc.enable_http_proxy", 0),),  # type: ignore[arg-type]
         )
+        self.num_tried = self.num_taken = self.num_failed = 0
+        self._is_heard = True
 
-    def export(self, batch: Sequence[_Queued]) -> SpanExportResult:
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = SpanExportResult.FAILURE
-        self.num_tried += len(batch)
+        self.num_tried += len(spans)
         try:
-            result = self._otlp.export([readable(queued.span) for queued in batch])
+            result = super().export(spans)
         finally:
-            self._note(len(batch), is_taken=result is SpanExportResult.SUCCESS)
+            self._note(len(spans), is_taken=result is SpanExportResult.SUCCESS)
         return result
 
     def give_up(self) -> None:
         """Whatever is under way fails, and so does all that follows, at once."""
-        self._otlp.shutdown()
+        super().shutdown()
 
-    def shutdown(self) -> None:
-        """Of the SDK, when its queue is empty. `give_up` ends the exporter."""
+    def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
+        """Said by the SDK when its queue is empty. `give_up` ends the exporter."""
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
-        """Nothing waits here."""
-        return True
+    def _translate_data(self, data: Sequence[Any]) -> Any:
+        return export_request(queued.span for queued in data)
 
     def _note(self, num_spans: int, *, is_taken: bool) -> None:
         if is_taken:
@@ -164,37 +151,3 @@ class _CountingExporter:
             self._is_heard = is_taken
             how = "spans reach %s again" if is_taken else "spans do not reach %s"
             logger.log(logging.INFO if is_taken else logging.WARNING, how, self._endpoint)
-
-
-def readable(span: ours.Span) -> ReadableSpan:
-    """As the SDK knows spans."""
-    state = _trace_state(span.trace_state)
-    context = SpanContext(span.trace_id, span.span_id, is_remote=False, trace_flags=_SAMPLED, trace_state=state)
-    return ReadableSpan(
-        name=span.name,
-        context=context,
-        parent=_context(span.trace_id, span.parent_id, is_remote=span.kind is ours.SpanKind.SERVER),
-        resource=_resource(span.process),
-        attributes=span.attributes,
-        events=[Event(event.name, event.attributes, event.unix_nanos) for event in span.events],
-        links=[Link(cast(SpanContext, _context(span.trace_id, link))) for link in span.links],
-        kind=_KINDS[span.kind],
-        status=Status(StatusCode.ERROR, span.error) if span.error else _OK,
-        start_time=span.start_unix_nanos,
-        end_time=span.end_unix_nanos,
-        instrumentation_scope=_SCOPE,
-    )
-
-
-def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext | None:
-    return SpanContext(trace_id, span_id, is_remote=is_remote, trace_flags=_SAMPLED) if span_id else None
-
-
-@lru_cache(256)
-def _resource(process: ours.Process) -> Resource:
-    return Resource(resource_of(process))
-
-
-@lru_cache(256)
-def _trace_state(header: str) -> TraceState | None:
-    return TraceState.from_header([header]) if header else None

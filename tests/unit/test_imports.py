@@ -15,6 +15,7 @@ SEES_PROTOBUF = {
     "codec",
     "codec_enums",
     "codec_hello",
+    "codec_otlp",
     "codec_reports",
     "codec_trace",
     "codec_vocabulary",
