@@ -199,8 +199,8 @@ async def test_the_same_seed_gives_the_same_answer_in_every_mode(browser: Browse
 
 
 async def test_steps_are_walked_by_arrow_keys_and_held_by_space(browser: Browser, address: str) -> None:
-    async with visiting(browser, address) as visit:
-        await visit.ask(tokens=60)
+    async with visiting(browser, address, color_scheme="dark") as visit:
+        await visit.ask(tokens=60, seed="7")
         await visit.finish()
         await shows(visit, "#timeline-told", "drafting")
         await visit.page.focus("canvas")
@@ -209,11 +209,26 @@ async def test_steps_are_walked_by_arrow_keys_and_held_by_space(browser: Browser
         assert await visit.page.inner_text(".timeline button") == "Go on"
         await visit.page.keyboard.press("ArrowDown")
         await shows(visit, ".details", "draft · step")
+        await visit.page.keyboard.press("ArrowUp")
+        await visit.page.keyboard.press("+")
+        for _ in range(6):
+            await visit.page.keyboard.press("ArrowLeft")
+        await shows(visit, ".details", "verify · step")
+        await visit.picture("live-page-step", clip=await around(visit, ".timeline", ".details"))
         await visit.page.keyboard.press(" ")
         assert await visit.page.inner_text(".timeline button") == "Pause"
         await visit.page.hover("h1")
         await visit.page.focus("#prompt")
         await visit.page.wait_for_selector(".details", state="detached")
+
+
+async def around(visit: Visit, *selectors: str) -> Any:
+    """The rectangle that holds all of them."""
+    boxes = [box for name in selectors if (box := await visit.page.locator(name).bounding_box()) is not None]
+    left, top = (min(box[side] for box in boxes) - 8 for side in ("x", "y"))
+    right = max(box["x"] + box["width"] for box in boxes) + 8
+    bottom = max(box["y"] + box["height"] for box in boxes) + 8
+    return {"x": left, "y": top, "width": right - left, "height": bottom - top}
 
 
 # How it looks
@@ -223,7 +238,7 @@ async def test_steps_are_walked_by_arrow_keys_and_held_by_space(browser: Browser
 async def test_it_follows_the_system_s_colours_and_all_text_is_readable(
     browser: Browser, address: str, scheme: Any
 ) -> None:
-    async with visiting(browser, address, color_scheme=scheme) as visit:
+    async with visiting(browser, address, width=1120, color_scheme=scheme) as visit:
         await visit.ask(tokens=120, seed="7")
         await visit.finish()
         await shows(visit, "#timeline-told", "drafting")
@@ -233,7 +248,7 @@ async def test_it_follows_the_system_s_colours_and_all_text_is_readable(
         page = await visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
         is_dark = sum(map(int, page.removeprefix("rgb(").removesuffix(")").split(","))) < 200
         assert is_dark == (scheme == "dark")
-        await visit.picture(f"live-page-{scheme}")
+        await visit.picture(f"live-page-{scheme}", full_page=True)
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
@@ -245,6 +260,7 @@ async def test_nothing_sticks_out(browser: Browser, address: str, size: dict[str
         await visit.page.keyboard.press("ArrowLeft")
         await visit.page.wait_for_selector(".details")
         assert await visit.page.evaluate("document.documentElement.scrollWidth") == size["width"]
+        await visit.page.focus("#prompt")
         await visit.picture("live-page-narrow" if size is NARROW else "live-page-wide")
 
 

@@ -55,10 +55,9 @@ export function barAt(lanes, view, size, point) {
   return near.sort((a, b) => distance(a) - distance(b))[0] ?? null;
 }
 
-export function placeOf(bar, lanes, view, size) {
-  const scale = size.width / (view.to - view.from);
+export function middleOf(bar, view, width) {
   const middle = (Math.max(bar.start, view.from) + Math.min(bar.end, view.to)) / 2;
-  return { x: (middle - view.from) * scale, y: laneTop(lanes.indexOf(bar.lane)) + LANE_HEIGHT };
+  return ((middle - view.from) * width) / (view.to - view.from);
 }
 
 function laneTop(index) {
@@ -68,11 +67,14 @@ function laneTop(index) {
 function drawLabel(context, lane, y, colors) {
   context.font = colors.font;
   context.textBaseline = "alphabetic";
-  context.fillStyle = colors.ink;
   const kind = lane.kind === "target" ? "target worker" : "draft worker";
+  const indent = context.measureText(`${kind}  `).width;
+  context.fillStyle = colors.panel; // no line of the axis goes through the text
+  context.fillRect(0, y - LABEL_HEIGHT, indent + context.measureText(lane.address).width + 4, LABEL_HEIGHT);
+  context.fillStyle = colors.ink;
   context.fillText(kind, 0, y - 5);
   context.fillStyle = colors.muted;
-  context.fillText(lane.address, context.measureText(`${kind}  `).width, y - 5);
+  context.fillText(lane.address, indent, y - 5);
 }
 
 function drawAxis(context, view, size, colors, x) {

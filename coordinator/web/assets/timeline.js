@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import { signal, useSignal } from "@preact/signals";
 import { html } from "./html.js";
-import { barAt, draw, heightFor, placeOf, readStyle } from "./drawing.js";
+import { barAt, draw, heightFor, middleOf, readStyle } from "./drawing.js";
 import { count, median, milliseconds, share } from "./format.js";
 import { overlapWithin } from "./history.js";
 import { heard, history, serviceNow, state } from "./store.js";
@@ -32,7 +32,6 @@ export function Timeline() {
       <header>
         <h2 id="timeline-title">Timeline</h2>
         <p class="note grow" id="timeline-told">${told}</p>
-        <${Keys} />
         <label class="inline">shows
           <select value=${chosenMs} onChange=${(event) => (chosenMs.value = Number(event.target.value))}>
             <option value="0">what fits</option>
@@ -56,6 +55,7 @@ export function Timeline() {
         ></canvas>
         <${Details} bar=${selected.value} view=${view} canvas=${canvas} />
       </div>
+      <${Keys} />
     </section>
   `;
 }
@@ -216,15 +216,14 @@ function zoom(direction, view) {
   if (isPaused.value) view.current = { from: view.current.to - chosenMs.value, to: view.current.to };
 }
 
-// What is known of a step.
+// What is known of a step, below the lanes so that it hides none.
 function Details({ bar, view, canvas }) {
   if (!bar || !canvas.current) return null;
-  const lanes = history.orderedLanes();
   const size = { width: canvas.current.clientWidth, height: canvas.current.clientHeight };
-  const { x, y } = placeOf(bar, lanes, view.current, size);
+  const x = middleOf(bar, view.current, size.width);
   const left = Math.max(0, Math.min(x - DETAILS_PX / 2, size.width - DETAILS_PX));
   return html`
-    <div class="details" role="status" style=${{ left: `${left}px`, top: `${y + 20}px` }}>
+    <div class="details" role="status" style=${{ left: `${left}px`, top: `${size.height + 4}px` }}>
       <b>${bar.name}${bar.name === "prefill" ? "" : ` · step ${bar.parts[0].attributes.step}`}</b>
       <dl>${facts(bar).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
     </div>
