@@ -52,16 +52,17 @@ class Counted:
 
 
 @asynccontextmanager
-async def counted(agreement: float = 0.8, **config: Any) -> AsyncIterator[Counted]:
-    """A service whose parts count what they do, each on a page of its own."""
+async def counted(agreement: float = 0.8, *, num_targets: int = 1) -> AsyncIterator[Counted]:
+    """A service whose parts count what they do, each on a page of its own (of several targets the last has one)."""
     process = ProcessMetrics(Role.COORDINATOR, SOMEWHERE, "127.0.0.1")
-    target = Worker("target", target_model(), telemetry=WorkerTelemetry("target", SOMEWHERE, "127.0.0.1"))
+    targets = [
+        Worker("target", target_model(), telemetry=WorkerTelemetry("target", SOMEWHERE, "127.0.0.1"))
+        for _ in range(num_targets)
+    ]
     draft = Worker("draft", draft_model(agreement), telemetry=WorkerTelemetry("draft", SOMEWHERE, "127.0.0.1"))
     metrics = CoordinatorMetrics(process.instruments)
     async with AsyncExitStack() as stack:
-        service = await stack.enter_async_context(
-            cluster([target], [draft], metrics=metrics, rpc=process.rpc, **config)
-        )
+        service = await stack.enter_async_context(cluster(targets, [draft], metrics=metrics, rpc=process.rpc))
         process.watch(service.app.server)
         pages = {"coordinator": await stack.enter_async_context(process.told())}
         for worker in service.workers:
@@ -347,6 +348,26 @@ async def test_a_lost_draft_worker_is_seen_with_what_it_led_to() -> None:
         assert back.by("state", "specpipe_worker_state", kind="draft")["connected"] == 1
         assert back.sum("specpipe_fallbacks_total") == 1
         assert back.sum("specpipe_requests_undrafted") == 0
+
+
+async def test_an_answer_that_moves_to_another_target_is_counted_once() -> None:
+    async with counted(num_targets=2) as counting:
+        service = counting.service
+        before = await counting.look()
+        readings = [Reading(service, ask(seed=seed, max_tokens=120)) for seed in range(4)]
+        for reading in readings:
+            await reading.has(30)
+        await service.targets[0].stop()
+        answers = [await reading.task for reading in readings]
+        added = (await counting.look()).since(before)
+        num_moved = added.sum("specpipe_session_moves_total", kind="target")
+        assert num_moved > 0
+        assert added.sum("specpipe_worker_losses_total", kind="target") == 1
+        check_against(added, answers)
+        for answer in answers:
+            stats = stats_of(answer)
+            assert stats.accepted_tokens <= stats.verified_tokens <= stats.drafted_tokens
+        await service.targets[0].start()
 
 
 async def test_calls_are_timed_and_messages_weighed_on_both_sides_of_a_stream(counting: Counted) -> None:
