@@ -36,8 +36,9 @@ class RequestStatistics:
         self._steps: list[_DraftStep] = []  # the request's number of a step is 1 + its index
         self._numbers: dict[tuple[int, int], int] = {}  # of steps, from draft session and its worker's number
 
-    def add_commit(self, commit: Commit) -> None:
-        """`commit` holds only what was delivered: see `cut_commit`."""
+    def add_commit(self, commit: Commit) -> Commit:
+        """`commit` holds only what was delivered: see `cut_commit`. Returns it as it was counted: see `_completed`."""
+        commit = self._completed(commit)
         self._sums += commit.stats
         if self._num_tokens == 0 and commit.round > 0:
             self.num_cached = commit.stats.num_cached
@@ -46,6 +47,7 @@ class RequestStatistics:
         for number in commit.verified_draft_steps:
             if 1 <= number <= len(self._steps):
                 self._steps[number - 1].is_verified = True
+        return commit
 
     def add_extension(self, extension: Extension) -> int:
         """A draft step counts once, however many extensions tell of it. Returns its number in this request, or 0."""
@@ -60,6 +62,18 @@ class RequestStatistics:
     def draft_step_number(self, session: int, draft_step: int) -> int:
         """Of a step whose extension was added; 0: none was. Rises by one with each step."""
         return self._numbers.get((session, draft_step), 0)
+
+    def _completed(self, commit: Commit) -> Commit:
+        """With what must have been verified and drafted for its tokens, where the commits that told it were lost."""
+        num_accepted = self._num_accepted + commit.origins.count(Origin.ACCEPTED)
+        told_verified = self._sums.num_verified + commit.stats.num_verified
+        told_drafted = self._sums.num_drafted + commit.stats.num_drafted
+        if num_accepted <= told_verified <= told_drafted:
+            return commit
+        num_verified = max(told_verified, num_accepted)
+        num_drafted = max(told_drafted, num_verified)
+        untold = RoundStats(num_verified=num_verified - told_verified, num_drafted=num_drafted - told_drafted)
+        return replace(commit, stats=commit.stats + untold)
 
     def report(self) -> SpeculationStats:
         sums, steps = self._sums, self._steps
@@ -87,17 +101,11 @@ class RequestStatistics:
 
 
 def told_rounds(commit: Commit) -> Commit:
-    """A resync brings tokens whose commits were lost, and with them what these told: as much as origins say."""
+    """A resync brings tokens whose commits were lost, and with them what these told of rounds: their origins say it."""
     if commit.round > 0:
         return commit
     num_accepted = commit.origins.count(Origin.ACCEPTED)
-    stats = RoundStats(
-        num_rounds=_count_rounds(commit.origins),
-        num_drafted=num_accepted,
-        num_verified=num_accepted,
-        num_accepted=num_accepted,
-    )
-    return replace(commit, stats=stats)
+    return replace(commit, stats=RoundStats(num_rounds=_count_rounds(commit.origins), num_accepted=num_accepted))
 
 
 def cut_commit(commit: Commit, num_tokens: int) -> Commit:
@@ -113,7 +121,6 @@ def cut_commit(commit: Commit, num_tokens: int) -> Commit:
     num_kept, num_all = _count_rounds(kept), _count_rounds(commit.origins)
     stats = _scaled(commit.stats, num_kept / num_all) if num_kept < num_all else commit.stats
     cut_round = dropped[: _length_of_first_round(dropped)] if kept and kept[-1] is Origin.ACCEPTED else ()
-    num_accepted = kept.count(Origin.ACCEPTED)
     num_judged = max(0, stats.num_judged - sum(origin in (Origin.ACCEPTED, Origin.RECOVERED) for origin in cut_round))
     return replace(
         commit,
@@ -121,9 +128,7 @@ def cut_commit(commit: Commit, num_tokens: int) -> Commit:
         origins=kept,
         stats=replace(
             stats,
-            num_drafted=max(stats.num_drafted, stats.num_verified, num_accepted),
-            num_verified=max(stats.num_verified, num_accepted),
-            num_accepted=num_accepted,
+            num_accepted=kept.count(Origin.ACCEPTED),
             num_judged=num_judged,
             num_first_ranked=min(stats.num_first_ranked, num_judged),
         ),

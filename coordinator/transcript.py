@@ -62,7 +62,7 @@ class Transcript:
         self.tokens += commit.tokens
         self._first_token_ms = now_ms if self._first_token_ms is None else self._first_token_ms
         self._rounds_here = max(self._rounds_here, commit.round)
-        self.statistics.add_commit(commit)
+        commit = self.statistics.add_commit(commit)
         chunk = Chunk(
             token_ids=commit.tokens,
             text="".join(texts),

@@ -163,9 +163,14 @@ def test_a_commit_that_is_cut_anywhere_leaves_the_order_of_counts_and_no_round_b
     rounds: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
     whole = merged(rounds)
-    cut = cut_commit(whole, data.draw(st.integers(1, len(whole.tokens))))
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    cut = statistics.add_commit(cut_commit(whole, data.draw(st.integers(1, len(whole.tokens)))))
     num_accepted = cut.origins.count(Origin.ACCEPTED)
     assert num_accepted == cut.stats.num_accepted <= cut.stats.num_verified <= cut.stats.num_drafted
+    assert (statistics.report().verified_tokens, statistics.report().drafted_tokens) == (
+        cut.stats.num_verified,
+        cut.stats.num_drafted,
+    )
     instruments = Instruments()
     RoundMetrics(instruments).add(cut, Mode.PIPELINED)
     counts = read(instruments, "rounds")
@@ -183,6 +188,23 @@ def test_tokens_whose_commits_were_lost_bring_their_rounds(rounds: list[tuple[in
     assert report.rounds == len(rounds)
     assert report.accepted_tokens <= report.verified_tokens <= report.drafted_tokens
     assert report.mean_acceptance_length == len(whole.tokens) / len(rounds)
+
+
+@given(st.lists(st.tuples(ROUNDS, st.booleans()), min_size=1, max_size=5))
+def test_counts_keep_their_order_whatever_commits_are_lost(told: list[tuple[list[tuple[int, int, int]], bool]]) -> None:
+    """A lost one comes again as a resync, without its sums; nodes that it told of may be verified later."""
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    instruments = Instruments()
+    sums = RoundMetrics(instruments)
+    for rounds, is_lost in told:
+        whole = merged([(accepted, verified + 3, -3) for accepted, verified, _ in rounds])  # of nodes from before
+        if is_lost:
+            whole = told_rounds(replace(whole, round=0, stats=RoundStats()))
+        sums.add(statistics.add_commit(whole), Mode.SYNC)
+        report = statistics.report()
+        assert report.accepted_tokens <= report.verified_tokens <= report.drafted_tokens
+        for name in ("accepted", "verified", "drafted"):
+            assert read(instruments, f"{name}_tokens")[("sync",)] == getattr(report, f"{name}_tokens")
 
 
 # Requests

@@ -88,7 +88,8 @@ def a_commit(
     base: int, tokens: list[int], *, session: int, round_: int = 1, finish: Any = None, **stats: Any
 ) -> Commit:
     origins = (*(Origin.ACCEPTED,) * (len(tokens) - 1), Origin.BONUS)
-    sums = RoundStats(num_rounds=1, num_accepted=len(tokens) - 1, num_verified=len(tokens), num_judged=len(tokens))
+    num = len(tokens)
+    sums = RoundStats(num_rounds=1, num_drafted=num, num_verified=num, num_accepted=num - 1, num_judged=num)
     return Commit(
         session=session,
         round=round_,
