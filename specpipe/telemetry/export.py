@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -31,6 +32,8 @@ MAX_QUEUE: Final = 16_384
 """Spans that wait; what comes beyond is dropped and counted."""
 MAX_BATCH: Final = 128
 """Encoding a batch keeps other threads waiting now and then: small ones for shorter."""
+WARNING_INTERVAL_S: Final = 60.0
+"""That spans are dropped is said so often at most."""
 EXPORT_INTERVAL_S: Final = 1.0
 EXPORT_TIMEOUT_S: Final = 10.0
 """Of one batch, its retries included."""
@@ -54,7 +57,7 @@ class SpanExport:
         )
         self._num_put = 0
         self._num_refused = 0
-        self._is_full = False
+        self._warned_s = -WARNING_INTERVAL_S
 
     @property
     def num_pending(self) -> int:
@@ -74,15 +77,18 @@ class SpanExport:
     def put(self, spans: Iterable[Span]) -> None:
         """Never blocks and never raises."""
         for span in spans:
-            is_full = self._num_put - self._exporter.num_tried >= MAX_QUEUE
-            if is_full and not self._is_full:
-                logger.warning("%s takes spans too slowly: %d wait, more are dropped", self._endpoint, MAX_QUEUE)
-            self._is_full = is_full
-            if is_full:
-                self._num_refused += 1
+            if self._num_put - self._exporter.num_tried >= MAX_QUEUE:
+                self._refuse()
             else:
                 self._num_put += 1
                 self._processor.on_end(cast(ReadableSpan, _Queued(span)))
+
+    def _refuse(self) -> None:
+        self._num_refused += 1
+        now_s = time.monotonic()
+        if now_s - self._warned_s >= WARNING_INTERVAL_S:
+            self._warned_s = now_s
+            logger.warning("%s takes spans too slowly: %d wait, more are dropped", self._endpoint, MAX_QUEUE)
 
     def close(self) -> None:
         """Send what waits, for a few seconds at most; blocks. Nothing may be put after that."""
