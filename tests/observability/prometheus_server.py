@@ -39,6 +39,14 @@ class Prometheus:
         except urllib.error.HTTPError as refusal:
             raise AssertionError(f"{parameters}: {refusal.read().decode()}") from refusal
 
+    def is_ready(self) -> bool:
+        """It listens before it can answer."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10):
+                return True
+        except urllib.error.HTTPError:
+            return False
+
     def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
         wait_for(what, condition, self.log)
 
@@ -56,7 +64,9 @@ def running_prometheus(folder: Path, targets: Mapping[str, list[str]]) -> Iterat
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
     try:
-        yield Prometheus(url=f"http://{listening_address(process, log)}", log=log)
+        server = Prometheus(url=f"http://{listening_address(process, log)}", log=log)
+        server.wait_for("storage that is read", server.is_ready)
+        yield server
     finally:
         process.terminate()
         process.wait(30)

@@ -178,6 +178,15 @@ def test_compose_starts_processes_with_flags_that_they_have() -> None:
             assert flag.partition("=")[0] in help_text, flag
 
 
+def test_every_model_that_compose_names_is_in_the_image() -> None:
+    dockerfile = (ROOT / compose()["services"]["coordinator"]["build"]["dockerfile"]).read_text()
+    commands = [compose()["services"][name]["command"] for name in ("coordinator", "target-worker", "draft-worker")]
+    named = {flag.partition("=")[2] for command in commands for flag in command if "/models/" in flag}
+    assert named == {"/models/demo-target", "/models/demo-draft"}
+    assert all(f'" {model}' in dockerfile for model in named)
+    assert "--tokenizer=/models/demo-target" in commands[0]  # the name that a worker tells is not enough
+
+
 def test_the_image_holds_every_package_and_runs_as_nobody_in_particular() -> None:
     dockerfile = (ROOT / compose()["services"]["coordinator"]["build"]["dockerfile"]).read_text()
     for folder in ("coordinator", "draft_worker", "specpipe", "target_worker"):
