@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 import yaml
+from debian_tools import program
 from stack import PROMETHEUS, read_yaml
-from tools import program
 
 PATIENCE_S = 60.0
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from debian_tools import program, run
 from stack import COMPOSE, ROOT, STACK, read_yaml
-from tools import program, run
 
 KUBERNETES = "1.32"
 WITHOUT_NAMESPACE = ("Namespace", "ClusterRole", "ClusterRoleBinding")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from debian_tools import program
 from observed import Observed
 from prometheus_server import Prometheus, running_prometheus
 from promql import selectors
 from stack import Query, dashboard_queries, rule_queries, rules
-from tools import program
 
 # What a service that is well and has been asked a few short questions has nothing to say about.
 QUIET_WHEN_WELL = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from debian_tools import promtool
 from stack import PROMETHEUS, ROOT, RULES, dashboard_queries, read_yaml, rules
-from tools import promtool
 
 ALERT_TESTS = [Path(__file__).with_name(name) for name in ("alerts_test.yaml", "budgets_test.yaml")]
 SEVERITIES = {"page", "ticket", "info"}
