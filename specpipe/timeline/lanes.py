@@ -24,7 +24,7 @@ LANE_NAMES: Final = {
     Role.DRAFT_WORKER: "draft",
 }
 FRAMES: Final = ("generate", "round")  # how long they took is told by what lies in them
-TOLD_BY_TONE: Final = ("hit", "miss", "lookup")  # events that are no marks
+TOLD_BY_ROUND: Final = ("hit", "miss", "lookup", "late", "stale")  # events that are no marks
 LEAST_QUEUE: Final = 0.1  # of the step that it precedes: what is shorter is the way from one step to the next
 TOLERANCE_MS: Final = 0.05  # steps that overlap by less come one after the other
 
@@ -53,7 +53,7 @@ def _names(processes: Sequence[Process]) -> dict[Process, str]:
 def _lane(name: str, process: Process, spans: Sequence[Span], marks: Sequence[Mark], facts: Facts) -> Lane:
     shown = [span for span in spans if span.name not in FRAMES or (span.error and span.name == "round")]
     bars = _in_rows(_without_doubles([_bar(span, facts) for span in shown]))
-    bars += _waits(bars, {span.span_id: span for span in shown})
+    bars += _waits(bars, {span.span_id: span for span in shown}, facts)
     return Lane(
         name=name,
         process=process_words(process),
@@ -73,7 +73,10 @@ def _bar(span: Span, facts: Facts) -> Bar:
         start_ms=facts.ms(span.start_unix_nanos),
         end_ms=facts.ms(span.end_unix_nanos),
         labels=bar_labels(span, outcome),
-        details=bar_details(span, facts.tone_of(span), outcome, number, facts.ms(span.start_unix_nanos)),
+        details=(
+            *bar_details(span, facts.tone_of(span), outcome, number, facts.ms(span.start_unix_nanos)),
+            *facts.notes.get(span.span_id, ()),
+        ),
         id=span.span_id,
         links=facts.links_of(span),
         round=number,
@@ -113,12 +116,13 @@ def _in_rows(bars: Sequence[Bar]) -> list[Bar]:
     return placed
 
 
-def _waits(bars: Sequence[Bar], spans: Mapping[int, Span]) -> list[Bar]:
-    """Before each step what it waited for, as far as the time back to the bar before it goes."""
+def _waits(bars: Sequence[Bar], spans: Mapping[int, Span], facts: Facts) -> list[Bar]:
+    """Before each step what it waited for, as far as the time back to the bar before it goes. Nobody waits for a draft
+    step: what it waited for itself is in its details only."""
     ends: dict[int, float] = defaultdict(float)  # by row
     waits: list[Bar] = []
     for bar in bars:
-        if bar.tone is not Tone.QUEUED:
+        if bar.tone is not Tone.QUEUED and bar.id not in facts.drafts:
             waits += _waits_before(bar, spans[bar.id], ends[bar.row])
         ends[bar.row] = bar.end_ms
     return waits
@@ -144,16 +148,13 @@ def _waits_before(bar: Bar, span: Span, from_ms: float) -> Iterable[Bar]:
 
 
 def _marks(spans: Sequence[Span], processes: Sequence[Process], facts: Facts) -> dict[Process, list[Mark]]:
-    """Events, each where it happened: on the worker that it names, a round's where it was verified, else on the process
-    whose span tells it."""
-    verified_by = {span.parent_id: span.process for span in spans if span.name == "verify"}
+    """Events, each where it happened: on the worker that it names, else on the process whose span tells it."""
     by_address = {process.address: process for process in processes if process.address}
     marks: dict[Process, list[Mark]] = {process: [] for process in processes}
     for span in spans:
         for event in span.events:
-            if event.name not in TOLD_BY_TONE:
+            if event.name not in TOLD_BY_ROUND:
                 at_ms, worker = facts.ms(event.unix_nanos), text_of(event, "specpipe.worker")
                 mark = Mark(text=printable(event.name), at_ms=at_ms, details=event_details(event, at_ms))
-                home = verified_by.get(span.span_id, span.process)
-                marks[by_address.get(worker, home)].append(mark)
+                marks[by_address.get(worker, span.process)].append(mark)
     return {process: sorted(found, key=lambda mark: mark.at_ms) for process, found in marks.items()}

@@ -33,6 +33,7 @@ class Facts:
     outcomes: Mapping[int, str]  # of verify spans, by id: how their round began
     rounds: Mapping[int, int]  # of verify spans, by id: number of their round
     drafts: frozenset[int]  # ids of draft spans
+    notes: Mapping[int, tuple[str, ...]]  # of verify spans, by id: what else is told of their round
 
     def ms(self, unix_nanos: int) -> float:
         """Since the axis began."""
@@ -61,6 +62,7 @@ def facts_of(spans: Sequence[Span]) -> Facts:
         outcomes=outcomes,
         rounds=_round_numbers(verifies, parents),
         drafts=drafts,
+        notes={span.span_id: _notes(parents.get(span.parent_id)) for span in verifies},
     )
 
 
@@ -68,6 +70,16 @@ def _outcome(verify: Span, parent: Span | None) -> str:
     """A round is told after its steps: until then what was verified tells a hit."""
     told = text_of(verify, "specpipe.outcome") or (text_of(parent, "specpipe.outcome") if parent else "")
     return told or ("hit" if count_of(verify, "num_verified") else "none")
+
+
+def _notes(parent: Span | None) -> tuple[str, ...]:
+    """Extensions that came too late for the round before are no event of its own worth a mark."""
+    events = parent.events if parent else ()
+    return tuple(
+        f"{event.name} extensions before it: {count}"
+        for event in events
+        if event.name in ("late", "stale") and (count := text_of(event, "specpipe.num_extensions"))
+    )
 
 
 def _judge_drafts(verify: Span, tones: dict[int, Tone]) -> None:

@@ -79,7 +79,11 @@ function choose(bar) {
   plot.classList.toggle("linking", pairs.length > 0);
   bar.classList.add("chosen");
   pairs.flat().forEach((other) => other.classList.add("linked"));
-  output.textContent = bar.title;
+  output.replaceChildren(...bar.title.split("\n").map((line) => {
+    const part = document.createElement("span");
+    part.textContent = line;
+    return part;
+  }));
   drawLinks();
 }
 

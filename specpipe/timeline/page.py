@@ -87,7 +87,7 @@ def _picture(timeline: Timeline) -> Iterator[str]:
     for lane in timeline.lanes:
         yield from _lane(lane)
     yield '<svg class="links" aria-hidden="true"></svg></div></div>'
-    yield '<output aria-live="polite" hidden>Point at a bar: it says here what it was.</output>'
+    yield '<output aria-live="polite" hidden><span>Point at a bar: it says here what it was.</span></output>'
     yield '<ul class="legend">'
     for tone in tones_in_lanes(timeline.lanes):
         yield f'<li><i class="{tone.value}"></i>{MEANINGS[tone]}</li>'

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from specpipe.errors import ConfigError
@@ -17,6 +17,7 @@ from specpipe.timeline.model import MEANINGS, Lane, Round, Timeline, Tone
 
 MAX_STRIPS: Final = 5  # drawn unasked; of a longer timeline the beginning and what was slowest
 NARROWEST: Final = 0.5  # a round may get this share of the room of a typical one
+SHORT_PROLOGUE: Final = 0.3  # of the first rounds' length
 TAIL: Final = 0.15  # of a strip's length: what is shown of the time after the last round
 
 
@@ -56,7 +57,7 @@ def select(timeline: Timeline, *, per_strip: int, wanted: tuple[int, int] | None
         if not rounds:
             raise ConfigError(_none_of(wanted, timeline.rounds))
         return Selection(strips=tuple(_cut(rounds, timeline, per_strip)), num_left_out=0, slowest=())
-    strips = [*_prologue(timeline), *_cut(timeline.rounds, timeline, per_strip)]
+    strips = _with_prologue(list(_cut(timeline.rounds, timeline, per_strip)), timeline)
     if len(strips) <= MAX_STRIPS:
         return Selection(strips=tuple(strips), num_left_out=0, slowest=())
     slowest = tuple(sorted(timeline.rounds, key=lambda one: -one.duration_ms)[:5])
@@ -71,11 +72,13 @@ def _none_of(wanted: tuple[int, int], rounds: Sequence[Round]) -> str:
     return f"--rounds {wanted[0]}-{wanted[1]}: the request has rounds {rounds[0].number} to {rounds[-1].number}"
 
 
-def _prologue(timeline: Timeline) -> Iterator[Strip]:
-    """What happened before the first round."""
-    end_ms = timeline.rounds[0].start_ms if timeline.rounds else timeline.duration_ms
-    if end_ms > 0:
-        yield Strip(title="before the first round", start_ms=0.0, end_ms=end_ms, rounds=())
+def _with_prologue(strips: list[Strip], timeline: Timeline) -> list[Strip]:
+    """What happened before the first round: in a strip of its own unless that would be a short one."""
+    end_ms = strips[0].start_ms if strips else timeline.duration_ms
+    if strips and end_ms <= SHORT_PROLOGUE * (strips[0].end_ms - end_ms):
+        return [replace(strips[0], start_ms=0.0), *strips[1:]]
+    title = "before the first round" if strips else "so far"
+    return [Strip(title=title, start_ms=0.0, end_ms=end_ms, rounds=()), *strips] if end_ms > 0 else strips
 
 
 def _cut(rounds: Sequence[Round], timeline: Timeline, per_strip: int) -> Iterator[Strip]:

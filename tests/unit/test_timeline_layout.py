@@ -114,7 +114,7 @@ def test_every_step_is_drawn_once_and_within_the_axis(trace: KeptTrace) -> None:
     assert all(drawn[span.span_id] == 1 for span in spans if span not in frames and span not in prefills)
     assert all(-1e-9 <= bar.start_ms <= bar.end_ms <= timeline.duration_ms + 0.1 for bar in bars)
     assert sum(len(lane.marks) for lane in timeline.lanes) == sum(
-        event.name != "hit" for span in spans for event in span.events
+        event.name not in ("hit", "late") for span in spans for event in span.events
     )
 
 
@@ -196,7 +196,7 @@ def test_what_happened_on_a_worker_is_marked_on_its_lane() -> None:
     restarted = SpanEvent(name="restarted", unix_nanos=nanos(2.0), attributes={"specpipe.worker": DRAFT.address})
     make.spans[1] = replace(make.spans[1], events=(*make.spans[1].events, restarted))
     marks = {one.name: [mark.text for mark in one.marks] for one in lay_out(make.trace()).lanes}
-    assert marks == {"coordinator": ["cancel"], "target": ["stale"], "draft": ["restarted"]}
+    assert marks == {"coordinator": ["cancel"], "target": [], "draft": ["restarted"]}
 
 
 def test_ranks_lie_below_their_step_however_long_they_took() -> None:
@@ -206,6 +206,16 @@ def test_ranks_lie_below_their_step_however_long_they_took() -> None:
     make.add("rank", 0.0, 11.0, TARGET, parent_id=verify, rank=1)
     bars = lay_out(make.trace()).lanes[0].bars
     assert [(bar.row, bar.details[0]) for bar in bars] == [(0, "round 1: plain"), (1, "rank"), (2, "rank")]
+
+
+def test_extensions_that_came_too_late_are_told_with_the_round_that_they_came_before() -> None:
+    make = TraceMaker()
+    make.add("round", 0.0, 20.0, COORDINATOR, round=1)
+    make.add("verify", 5.0, 20.0, TARGET, parent_id=1, round=1)
+    late = SpanEvent(name="late", unix_nanos=nanos(5.0), attributes={"specpipe.num_extensions": 3})
+    make.spans[0] = replace(make.spans[0], events=(late,))
+    target = next(one for one in lay_out(make.trace()).lanes if one.is_target)
+    assert target.bars[0].details[-1] == "late extensions before it: 3"
 
 
 def test_a_worker_and_its_successor_have_a_lane_each() -> None:
@@ -254,6 +264,15 @@ def test_a_short_answer_is_drawn_whole_and_a_long_one_in_part() -> None:
     assert shown[0].number == 1
     assert part.slowest[0] == max(long.rounds, key=lambda one: one.duration_ms)
     assert part.slowest[0] in shown
+
+
+def test_what_came_before_the_first_round_has_a_strip_of_its_own_only_if_it_is_long() -> None:
+    for waited_ms, num_strips in ((1.0, 1), (80.0, 2)):
+        make = TraceMaker()
+        make.add("queue", 0.0, waited_ms, COORDINATOR)
+        make.add("verify", waited_ms, waited_ms + 10.0, TARGET, round=1)
+        strips = select(lay_out(make.trace()), per_strip=8).strips
+        assert (len(strips), strips[0].start_ms) == (num_strips, 0.0)
 
 
 def test_strips_follow_one_another_and_leave_every_round_room() -> None:

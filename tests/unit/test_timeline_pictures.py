@@ -156,3 +156,11 @@ def test_an_axis_has_a_few_ticks_at_round_numbers_in_order(start: float, end: fl
     assert all(start <= when <= end for when, _ in found)
     assert [when for when, _ in found] == sorted({when for when, _ in found})
     assert len({text for _, text in found}) == len(found)
+
+
+def test_the_picture_in_the_readme_is_one_of_ours_and_small() -> None:
+    picture = Path(__file__).parents[2] / "docs" / "images" / "trace.svg"
+    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    assert root.get("role") == "img"
+    assert root.find(f".//{SVG}path[@class='link']") is not None
+    assert picture.stat().st_size < 200_000
