@@ -12,6 +12,9 @@ from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, 
 from specpipe.codec_enums import FINISH_REASONS, MODES, ORIGINS, RULES
 from specpipe.rpc.v1 import generate_pb2
 
+MAX_COUNT = 2**32 - 1
+"""Counts are sums of what workers say, and the wire has no room for more."""
+
 
 def question_from_pb(request: generate_pb2.GenerateRequest) -> Question:
     """Raises InvalidRequestError for an enum value that we do not know."""
@@ -48,7 +51,7 @@ def event_to_pb(event: AnswerEvent) -> generate_pb2.GenerateResponse:
                 token_ids=event.token_ids,
                 text=event.text,
                 origins=map(ORIGINS.to_pb, event.origins),
-                round=event.round,
+                round=min(event.round, MAX_COUNT),
                 text_lengths=event.text_lengths,
             )
             return generate_pb2.GenerateResponse(chunk=chunk)
@@ -79,7 +82,7 @@ def _finished_to_pb(event: Finished) -> generate_pb2.Finished:
         usage=generate_pb2.Usage(
             prompt_tokens=event.prompt_tokens,
             completion_tokens=event.completion_tokens,
-            cached_prompt_tokens=event.cached_prompt_tokens,
+            cached_prompt_tokens=event.cached_prompt_tokens and min(event.cached_prompt_tokens, MAX_COUNT),
         ),
         timing=generate_pb2.Timing(ttft_ms=timing.ttft_ms, tpot_ms=timing.tpot_ms, total_ms=timing.total_ms),
         speculation=_report_to_pb(event.speculation),
@@ -88,4 +91,6 @@ def _finished_to_pb(event: Finished) -> generate_pb2.Finished:
 
 def _report_to_pb(report: SpeculationStats) -> generate_pb2.SpeculationStats:
     values = {name: getattr(report, name) for name in report.__slots__ if name not in ("mode", "rule")}
+    counts = {name: min(value, MAX_COUNT) for name, value in values.items() if isinstance(value, int)}
+    values |= counts
     return generate_pb2.SpeculationStats(mode=MODES.to_pb(report.mode), rule=RULES.to_pb(report.rule), **values)

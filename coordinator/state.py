@@ -61,6 +61,7 @@ from specpipe.types import (
     NeedTokens,
     Open,
     Origin,
+    RoundStats,
     SessionMessage,
 )
 
@@ -274,7 +275,8 @@ class RequestMachine:
     def _pass_on(self, commit: Commit) -> None:
         """The draft worker hears every commit; without one the target hears that no draft will come."""
         if self.draft is not None:
-            self._out.append(Send(self.draft.worker, replace(commit, session=self.draft.session)))
+            told = replace(commit, session=self.draft.session, stats=RoundStats())  # sums are no business of drafts
+            self._out.append(Send(self.draft.worker, told))
         else:
             self._tell_no_draft()
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from specpipe.answers import SpeculationStats
 from specpipe.types import Commit, Extension, Mode, Origin, RoundStats, SpeculationParams
 
+MAX_DRAFT_STEPS = 2**18
+"""Draft steps that are counted of one request: some of each of its tokens, and no memory for a worker that lies."""
+
 
 @dataclass(slots=True)
 class _DraftStep:
@@ -55,6 +58,8 @@ class RequestStatistics:
             return 0
         key = (extension.session, extension.draft_step)
         if key not in self._numbers:
+            if len(self._steps) >= MAX_DRAFT_STEPS:
+                return 0
             self._steps.append(_DraftStep(extension.draft_step_ms, extension.draft_share_ms))
             self._numbers[key] = len(self._steps)
         return self._numbers[key]

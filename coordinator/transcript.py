@@ -46,6 +46,8 @@ class Transcript:
         if overlap != self.tokens[commit.base : commit.base + len(overlap)]:
             raise InvariantError(f"the target's tokens at {commit.base} are not those it committed before")
         if num_known >= len(commit.tokens):
+            if commit.finish_reason is not None:
+                raise InvariantError("the target ends the answer at tokens that it has gone beyond")
             return None
         tokens, origins = commit.tokens[num_known:], commit.origins[num_known:]
         return replace(commit, base=len(self.tokens), tokens=tokens, origins=origins)
@@ -57,8 +59,9 @@ class Transcript:
         piece. Raises InvariantError if it is too long.
         """
         commit, texts = self._read(told_rounds(commit))
-        if len(self.tokens) + len(commit.tokens) > self._request.stops.max_length:
-            raise InvariantError("the target committed tokens beyond max_length")
+        left = self._request.stops.max_length - len(self.tokens) - len(commit.tokens)
+        if left < 0 or (left == 0 and commit.finish_reason is None):
+            raise InvariantError("the target committed tokens beyond max_length, or has no end there")
         self.tokens += commit.tokens
         self._first_token_ms = now_ms if self._first_token_ms is None else self._first_token_ms
         self._rounds_here = max(self._rounds_here, commit.round)

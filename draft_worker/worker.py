@@ -30,7 +30,14 @@ from specpipe.calibration import Calibrator
 from specpipe.config import DraftWorkerConfig
 from specpipe.engine.interface import StepBatch, StepModel
 from specpipe.engine.slots import create_pool
-from specpipe.errors import CapacityError, DuplicateRequestError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.errors import (
+    CapacityError,
+    DuplicateRequestError,
+    ErrorCode,
+    InvalidRequestError,
+    SpecpipeError,
+    own_error,
+)
 from specpipe.recording import StepRun
 from specpipe.reports import SessionEventKind
 from specpipe.step_costs import StepCosts
@@ -344,8 +351,8 @@ class DraftLoop:
             session.spent(step)
         try:
             session.expand(results, step)
-        except SpecpipeError as error:
-            self._fail(session, error, is_retryable=False)
+        except Exception as error:  # a fault of ours would end the worker, and all other sessions with it
+            self._fail(session, own_error(error, f"session {session.id} cannot be drafted"), is_retryable=False)
             return
         if session.recorder is not None:
             session.recorder.add_step(

@@ -14,6 +14,8 @@ _MEMORY = 4000.0  # observations after which a cell has forgotten two thirds of 
 _RANK_GROUPS = (0, 1, 2, 3, 4, 4, 4, 4)  # ranks beyond: 5
 _LARGEST = 0.9999  # nothing is certain: a tree must not grow one chain for ever
 _SMALLEST = 1e-9
+_MAX_DRAFTERS = 16
+_OTHERS = ""
 
 
 class _Cell:
@@ -42,9 +44,11 @@ class Calibrator:
     def __init__(self) -> None:
         self._kinds: defaultdict[tuple[str, int, int], _Cell] = defaultdict(_Cell)
         self._depths: defaultdict[tuple[str, int], _Cell] = defaultdict(_Cell)
+        self._drafters: set[str] = set()
 
     def estimate(self, rank: int, depth: int, confidence: float, drafter: str) -> float:
         """Probability, in 0..1, that such a node is the target's choice if its parent is committed."""
+        drafter = drafter if drafter in self._drafters else _OTHERS
         kind = self._kinds.get(_kind(rank, confidence, drafter))
         below = self._depths.get((drafter, depth.bit_length()))
         if kind is None and below is None:
@@ -54,10 +58,18 @@ class Calibrator:
 
     def observe(self, rank: int, depth: int, confidence: float, drafter: str, is_choice: bool) -> None:
         """Learn from a child of a walked node: whether it was the target's choice there."""
+        if drafter not in self._drafters:
+            drafter = self._admit(drafter)
         kind = self._kinds[_kind(rank, confidence, drafter)]
         probability = _bounded(confidence)
         self._depths[drafter, depth.bit_length()].observe(_bounded(probability * kind.factor), is_choice)
         kind.observe(probability, is_choice)
+
+    def _admit(self, drafter: str) -> str:
+        """A drafter's name comes from far away; those beyond a number share what is learned."""
+        name = drafter if len(self._drafters) < _MAX_DRAFTERS else _OTHERS
+        self._drafters.add(name)
+        return name
 
 
 def _kind(rank: int, confidence: float, drafter: str) -> tuple[str, int, int]:

@@ -45,6 +45,9 @@ from specpipe.types import (
 MAX_TEXT_LENGTH = 4096
 """Characters of an error message or a reason; longer ones are cut when sent."""
 
+MAX_RELAYED_BYTES = 2**19
+"""Of an extension that is passed on unread: an honest one of 256 nodes with all their proposals has a quarter of it."""
+
 _Message = TypeVar("_Message")
 
 
@@ -68,6 +71,7 @@ class RelayedExtension(Extension):
     """An extension on its way through: its nodes stay in `message`, unread, and only there."""
 
     message: worker_pb2.Extension = field(compare=False)
+    num_bytes: int = field(default=0, compare=False)
 
     def read(self) -> Extension:
         """With its nodes. Raises InvalidRequestError if they are not right."""
@@ -233,7 +237,11 @@ def extension_to_pb(extension: Extension) -> worker_pb2.Extension:
 
 
 def relayed_from_pb(extension_pb: worker_pb2.Extension, _: Limits) -> RelayedExtension:
+    """Bounded in whatever it carries, known to us or not: it is somebody else's word in a message of ours."""
     _check_extension_size(extension_pb)
+    num_bytes = extension_pb.ByteSize()
+    if num_bytes > MAX_RELAYED_BYTES:
+        raise InvalidRequestError(f"its {num_bytes} bytes are more than {MAX_RELAYED_BYTES}")
     return RelayedExtension(
         session=extension_pb.session,
         base=extension_pb.base,
@@ -246,6 +254,7 @@ def relayed_from_pb(extension_pb: worker_pb2.Extension, _: Limits) -> RelayedExt
         draft_step_ms=extension_pb.draft_step_ms,
         draft_share_ms=extension_pb.draft_share_ms,
         message=extension_pb,
+        num_bytes=num_bytes,
     )
 
 

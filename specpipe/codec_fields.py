@@ -5,13 +5,15 @@ Owns: the bounds of names. Must not know: messages.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 from specpipe.errors import InvalidRequestError
 
 MAX_NAME_LENGTH: Final = 1024
 """Characters of a request id, a drafter, an adapter, a trace context, a host."""
+
+MAX_DURATION_MS: Final = 1e11
+"""Three years. So sums of durations that a peer tells stay finite, and fit into the nanoseconds of a trace."""
 
 
 def values_of(message: Any, kind: Any = None) -> dict[str, Any]:
@@ -26,6 +28,10 @@ def check_length(name: str, text: str) -> None:
 
 
 def check_duration(name: str, value: float) -> None:
-    """Raises InvalidRequestError unless the value is finite and not negative."""
-    if not 0.0 <= value < math.inf:
+    """Raises InvalidRequestError unless it is one: not negative, no NaN, and not beyond all measure."""
+    if not is_duration(value):
         raise InvalidRequestError(f"{name} is {value}")
+
+
+def is_duration(value_ms: float) -> bool:
+    return 0.0 <= value_ms <= MAX_DURATION_MS

@@ -5,7 +5,9 @@ Owns: those messages. Must not know: sessions; see specpipe.codec for the rules 
 
 from __future__ import annotations
 
-from specpipe.codec_fields import MAX_NAME_LENGTH, values_of
+from dataclasses import replace
+
+from specpipe.codec_fields import MAX_NAME_LENGTH, is_duration, values_of
 from specpipe.errors import InvalidRequestError
 from specpipe.rpc.v1 import common_pb2, worker_pb2
 from specpipe.types import Heartbeat, Hello, ModelInfo, ProcessInfo
@@ -59,4 +61,6 @@ def heartbeat_to_pb(heartbeat: Heartbeat) -> worker_pb2.Heartbeat:
 
 
 def heartbeat_from_pb(heartbeat_pb: worker_pb2.Heartbeat) -> Heartbeat:
-    return Heartbeat(**values_of(heartbeat_pb, Heartbeat))
+    """A time that is none counts as no step: patience is reckoned from it, and would never end."""
+    heartbeat = Heartbeat(**values_of(heartbeat_pb, Heartbeat))
+    return heartbeat if is_duration(heartbeat.step_running_ms) else replace(heartbeat, step_running_ms=0.0)

@@ -69,13 +69,13 @@ def _step_to_pb(step: StepRecord) -> worker_pb2.StepRecord:
 
 
 def _step_from_pb(step_pb: worker_pb2.StepRecord) -> StepRecord:
+    if len(step_pb.rank_ms) > MAX_RANKS or len(step_pb.draft_steps) > MAX_DRAFT_STEPS:
+        raise InvalidRequestError("a step record names too many ranks or draft steps")
     plain: dict[str, Any] = {name: getattr(step_pb, name) for name in _PLAIN}
     for name in _DURATIONS:
         check_duration(name, plain[name])
     for value in step_pb.rank_ms:
         check_duration("rank_ms", value)
-    if len(step_pb.rank_ms) > MAX_RANKS or len(step_pb.draft_steps) > MAX_DRAFT_STEPS:
-        raise InvalidRequestError("a step record names too many ranks or draft steps")
     return StepRecord(
         kind=_KIND_FROM_PB[step_pb.kind],
         outcome=_OUTCOME_FROM_PB.get(step_pb.outcome, Outcome.NONE),

@@ -8,6 +8,9 @@ process and over the wire. Messages say what was wrong, where, and what to do.
 from __future__ import annotations
 
 import enum
+import logging
+
+logger = logging.getLogger(__name__)
 
 
 class ErrorCode(enum.Enum):
@@ -122,6 +125,14 @@ class InvariantError(SpecpipeError):
     def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
         super().__init__(message if not story else message + "; story: " + " > ".join(story))
         self.story = story
+
+
+def own_error(error: Exception, doing: str) -> SpecpipeError:
+    """`error` if it is one of ours; else one that says what was tried, and the log has the rest."""
+    if isinstance(error, SpecpipeError):
+        return error
+    logger.error("%s: a fault of specpipe", doing, exc_info=error)
+    return SpecpipeError(f"{doing}: internal error; the worker's log has the details")
 
 
 ERROR_BY_CODE: dict[ErrorCode, type[SpecpipeError]] = {

@@ -47,6 +47,7 @@ MAX_BATCH_COST = 262_144
 """Token ids and messages of one batch: it takes a few milliseconds to serialize and is far below the message limit."""
 RECORD_COST = 32
 """Of one record of a report, in token ids: it has some twenty numbers."""
+_BYTES_PER_TOKEN = 4
 MAX_MISSING = 4096
 """Sequence numbers an Inbox remembers as missing."""
 
@@ -101,8 +102,17 @@ class _Pending:
                 yield message
 
     def cost(self) -> int:
-        records = 0 if self.report is None else len(self.report.steps) + len(self.report.events)
-        return RECORD_COST * records + sum(1 + len(getattr(message, "tokens", ())) for message in self.messages())
+        return sum(map(_cost, self.messages()))
+
+
+def _cost(message: SessionMessage) -> int:
+    """In token ids: what else is large counts as so many of them as take its room on the wire."""
+    if isinstance(message, Report):
+        return 1 + RECORD_COST * (len(message.steps) + len(message.events))
+    if isinstance(message, Extension):
+        num_proposed = sum(len(proposal.tokens) for proposal in message.proposals)
+        return 1 + len(message.tokens) + 2 * num_proposed + getattr(message, "num_bytes", 0) // _BYTES_PER_TOKEN
+    return 1 + len(getattr(message, "tokens", ()))
 
 
 class Outbox:
@@ -236,12 +246,12 @@ def batch_of(messages: list[SessionMessage], *, sequence: int, heartbeat: Heartb
 
 
 def messages_of(batch: Batch) -> Iterator[SessionMessage]:
-    """The messages of a batch in the order in which they are to be applied."""
+    """The messages of a batch in the order in which they are to be applied; of a session's NeedTokens only the last."""
     yield from batch.opens
     yield from batch.reports
     yield from batch.extensions
     yield from batch.commits
-    yield from batch.need_tokens
+    yield from {need.session: need for need in batch.need_tokens}.values()  # each is answered with a text
     yield from batch.failures
     yield from batch.closes
     yield from batch.closed

@@ -37,6 +37,7 @@ from specpipe.worker_stream import (
     Kind,
     Timing,
     WorkerStream,
+    is_milestone,
     own_process,
     read,
     told_process,
@@ -159,16 +160,17 @@ class WorkerLink:
     async def _receive(self, batch: Batch, rejected: list[codec.Rejection]) -> None:
         if batch.heartbeat is not None:
             self.heartbeat = batch.heartbeat
-        for rejection in rejected:
-            if (failed := self._reject(rejection)) is not None:
-                batch = replace(batch, failures=(*batch.failures, failed))
+        failures = {failed.session: failed for failed in map(self._reject, rejected) if failed is not None}
+        if failures:
+            batch = replace(batch, failures=(*batch.failures, *failures.values()))
         await self._unread.put(batch)
 
     def _reject(self, rejection: codec.Rejection) -> Failed | None:
         """A session whose worker talks nonsense has failed on that worker; the worker is told to end it. But for a
         Report, of which no answer depends."""
         self.num_rejected += 1
-        logger.warning("worker %s: %s", self.address, rejection.error)
+        if is_milestone(self.num_rejected):
+            logger.warning("worker %s: %s (malformed: %d)", self.address, rejection.error, self.num_rejected)
         if rejection.kind is Report:
             return None
         self.send(Close(session=rejection.session, reason=str(rejection.error)))

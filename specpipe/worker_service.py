@@ -42,6 +42,7 @@ from specpipe.worker_stream import (
     Kind,
     Timing,
     WorkerStream,
+    is_milestone,
     own_process,
     read,
     told_process,
@@ -217,7 +218,8 @@ class _StreamOfCoordinator:
 
     def _reject(self, rejection: codec.Rejection) -> None:
         self._service.num_rejected += 1
-        logger.warning("%s: %s", self._peer, rejection.error)
+        if is_milestone(self._service.num_rejected):
+            logger.warning("%s: %s (malformed: %d)", self._peer, rejection.error, self._service.num_rejected)
         if rejection.kind not in (Extension, Report):
             self._fail(rejection.session, ErrorCode.INVALID_ARGUMENT, str(rejection.error))
             self._thread.post(self._link, Close(session=rejection.session, reason="malformed message"))

@@ -84,6 +84,11 @@ class Timing:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
+def is_milestone(count: int) -> bool:
+    """1, 2, 4, 8 and so on: which of many occurrences are logged, so that a peer cannot fill a disk."""
+    return count & (count - 1) == 0
+
+
 def new_incarnation() -> int:
     """A number for this process's life: random, 64 bits, never 0."""
     return secrets.randbits(63) + 1

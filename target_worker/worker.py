@@ -21,7 +21,7 @@ from specpipe.calibration import Calibrator
 from specpipe.config import TargetWorkerConfig
 from specpipe.engine.interface import StepModel
 from specpipe.engine.slots import create_pool
-from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateRequestError, SpecpipeError
+from specpipe.errors import CapacityError, DeadlineExceededError, DuplicateRequestError, SpecpipeError, own_error
 from specpipe.recording import StepRun
 from specpipe.reports import SessionEventKind
 from specpipe.step_costs import StepCosts
@@ -291,9 +291,9 @@ class TargetLoop:
         poisoned = nan_slots(step.nodes, logits)
         try:
             result = session.verify(rows, logits, 0)
-        except SpecpipeError as error:
+        except Exception as error:  # a fault of ours would end the worker, and the next one the session goes to
             self._room.take_back(step.nodes, (), poisoned=poisoned)
-            self._fail(session, error, is_poisoned=True)
+            self._fail(session, own_error(error, f"session {session.session} cannot be decided"), is_poisoned=True)
             return
         round_ms = self._round_ms(session, run)
         was_cold, num_tree_nodes = session.is_cold, session.tree.num_nodes

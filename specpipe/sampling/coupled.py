@@ -33,8 +33,10 @@ Ids = npt.NDArray[np.int64]
 
 _MAX_POSITIONS = 64  # positions whose noise is kept: more than a tree is deep
 _FEW = 2048  # so many allowed ids are scored one by one
+_LARGEST_GAIN = 1e300  # finite, so that nothing times it is nothing
 _NEGLIGIBLE = np.float32(16.0)  # what lies this far below the best adds nothing to a confidence
 _NUM_FILLS = 4  # so many times the tokens wanted are looked at below the draft's own cut
+_MAX_TEMPERATURE = np.float32(1e30)  # beyond it nothing changes: noise alone decides, and stays far below float32's end
 _BELOW_CUT = np.float32(3.0)  # by how much the logit of a token just below the draft's own cut is lowered
 
 
@@ -50,7 +52,7 @@ class Chooser:
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         self._params = params
         self._vocab_size = vocab_size
-        self._temperature = np.float32(params.temperature)
+        self._temperature = min(np.float32(params.temperature), _MAX_TEMPERATURE)
         self._has_cuts = has_cuts(params)
         self._positions: OrderedDict[int, PositionNoise] = OrderedDict()
 
@@ -227,4 +229,6 @@ def _mean_gain(temperature: float, vocab_size: int) -> float:
     win and whose noise was never computed. Good enough for a confidence, which is calibrated anyway."""
     loudest = float(loud_limit(vocab_size)[0]) / 2.0**64
     u = loudest + (1.0 - loudest) * (np.arange(4096) + 0.5) / 4096
-    return float(np.exp(-temperature * np.log(-np.log1p(-u))).mean())
+    with np.errstate(over="ignore"):
+        gain = float(np.exp(-temperature * np.log(-np.log1p(-u))).mean())
+    return min(gain, _LARGEST_GAIN)

@@ -68,3 +68,15 @@ def test_estimates_stay_probabilities() -> None:
             calibrator.observe(1, 1, confidence, "model", False)
         for rank in (0, 1, 30):
             assert 0.0 <= calibrator.estimate(rank, 1, confidence, "model") <= 1.0
+
+
+def test_drafters_without_number_cost_no_memory_and_those_known_are_told_apart() -> None:
+    """A drafter's name comes over the wire."""
+    calibrator = Calibrator()
+    teach(calibrator, 0.9, 2000)
+    for number in range(1000):
+        calibrator.observe(0, 1, 0.6, f"drafter {number}", False)
+    assert len(calibrator._kinds) < 100
+    assert len(calibrator._depths) < 100
+    assert calibrator.estimate(0, 4, 0.6, "model") == pytest.approx(0.9, abs=0.06)
+    assert calibrator.estimate(0, 1, 0.6, "drafter 999") < 0.2, "those beyond the number share what is learned"

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specpipe import codec, codec_hello, codec_reports
+from specpipe.codec_hello import heartbeat_from_pb
 from specpipe.errors import ErrorCode, InvalidRequestError
+from specpipe.link import Outbox
 from specpipe.reports import (
     MAX_REPORT_RECORDS,
     Outcome,
@@ -500,3 +502,49 @@ def test_a_relayed_extension_is_of_bounded_size():
     batch, rejected = codec.batch_from_pb(worker_pb2.Batch(sequence=1, extensions=[came]), limits)
     assert not batch.extensions
     assert [rejection.session for rejection in rejected] == [7]
+
+
+@pytest.mark.parametrize("what", ["an unknown field", "proposals"])
+def test_a_relayed_extension_is_of_bounded_size_whatever_it_carries(what):
+    """Nobody reads it on its way, and it travels in a message that others' extensions and opens share."""
+    came = worker_pb2.Extension(session=7, base=3, tokens=[1], parents=[0], confidences=[0.5])
+    if what == "proposals":
+        came.proposals.add(parent=0, tokens=range(300_000))
+    else:
+        field_1000_of_600_000_bytes = bytes([0xC2, 0x3E, 0xC0, 0xCF, 0x24])
+        came = worker_pb2.Extension.FromString(came.SerializeToString() + field_1000_of_600_000_bytes + bytes(600_000))
+    limits = codec.Limits(relays_extensions=True)
+    batch, rejected = codec.batch_from_pb(worker_pb2.Batch(sequence=1, extensions=[came]), limits)
+    assert not batch.extensions
+    assert [rejection.session for rejection in rejected] == [7]
+
+
+def test_what_a_relayed_extension_weighs_counts_in_its_batch():
+    """The bytes of one batch stay far below what a message may have, whoever drafts, and for however many sessions."""
+    came = worker_pb2.Extension(base=3, tokens=[1] * 4096, parents=range(4096), confidences=[0.5] * 4096)
+    limits = codec.Limits(relays_extensions=True)
+    outbox = Outbox()
+    for session in range(1, 65):
+        came.session = session
+        batch, _ = codec.batch_from_pb(worker_pb2.Batch(sequence=1, extensions=[came] * 32), limits)
+        for extension in batch.extensions:
+            outbox.put(extension)
+    num_sent = 0
+    while (taken := outbox.take()) is not None:
+        assert codec.batch_to_pb(taken).ByteSize() < 4 * 2**20
+        num_sent += len(taken.extensions)
+    assert num_sent == 64 * 32
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e300])
+def test_a_time_that_cannot_be_is_no_time(value):
+    """A heartbeat's is taken for none; sums of all others stay finite."""
+    heartbeat = heartbeat_from_pb(worker_pb2.Heartbeat(step=4, step_running_ms=value))
+    assert heartbeat == Heartbeat(step=4, step_running_ms=0.0)
+    for message in (
+        worker_pb2.Batch(extensions=[worker_pb2.Extension(session=7, draft_share_ms=value)]),
+        worker_pb2.Batch(commits=[worker_pb2.Commit(session=7, stats=worker_pb2.RoundStats(step_ms=value))]),
+        worker_pb2.Batch(reports=[worker_pb2.Report(session=7, since_open_ms=value)]),
+    ):
+        _, rejected = codec.batch_from_pb(message, codec.Limits())
+        assert [rejection.session for rejection in rejected] == [7]

@@ -225,7 +225,8 @@ def test_commits_go_to_the_draft_and_extensions_to_the_target() -> None:
     world.hear(Kind.DRAFT, extension)
     assert world.sent[-1] == replace(extension, session=target)
     world.hear(Kind.TARGET, a_commit(3, [10], session=target))
-    assert world.sent[-1] == replace(a_commit(3, [10], session=target), session=draft)
+    told = replace(a_commit(3, [10], session=target), session=draft, stats=RoundStats())
+    assert world.sent[-1] == told, "but for the sums, which are no business of a draft worker's"
 
 
 def test_steps_of_two_draft_workers_are_told_apart_on_the_way_to_the_target() -> None:
@@ -487,6 +488,21 @@ def test_tokens_beyond_max_length_are_an_invariant_error() -> None:
     assert target is not None
     world.hear(Kind.TARGET, a_commit(3, [10, 11, 12], session=target))
     assert isinstance(world.error, InvariantError)
+
+
+@pytest.mark.parametrize(
+    "lie", [a_commit(3, [10, 11], session=0), a_commit(3, [10], session=0, finish=FinishReason.STOP)]
+)
+def test_an_answer_that_has_no_end_where_it_must_fails_at_once(lie: Commit) -> None:
+    """At max_length, or where the target takes back what it went on with: else the client would wait for ever."""
+    world = started(a_request(2))
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    if lie.finish_reason is not None:
+        world.hear(Kind.TARGET, a_commit(3, [10], session=target))
+    world.hear(Kind.TARGET, replace(lie, session=target))
+    assert isinstance(world.error, InvariantError)
+    assert world.sessions == {}
 
 
 @pytest.mark.parametrize("phase", ["queued", "opening", "streaming"])

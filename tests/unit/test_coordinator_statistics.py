@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.codec import event_to_pb
 from coordinator.statistics import RequestStatistics, cut_commit
-from specpipe.types import Commit, Extension, Mode, Origin, RoundStats, SpeculationParams
+from specpipe.answers import Chunk, Finished, Timing
+from specpipe.types import Commit, Extension, FinishReason, Mode, Origin, RoundStats, SpeculationParams
 
 ORIGINS = {"A": Origin.ACCEPTED, "R": Origin.RECOVERED, "B": Origin.BONUS, "P": Origin.PLAIN}
 
@@ -207,3 +209,34 @@ def test_tokens_told_without_rounds_leave_it_unknown() -> None:
     statistics.add_commit(replace(commit("PP"), round=0))
     statistics.add_commit(commit("P", num_rounds=1))
     assert statistics.num_cached is None
+
+
+def test_what_workers_count_beyond_the_wire_is_cut_there() -> None:
+    """A worker may say what it likes; the answer's last message goes out."""
+    most = 2**32 - 1
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    stats = RoundStats(num_rounds=most, num_drafted=most, num_verified=most, num_cached=most)
+    for base in (3, 4):
+        commit = Commit(session=1, round=most, base=base, tokens=(5,), origins=(Origin.PLAIN,), stats=stats)
+        statistics.add_commit(commit)
+    finished = Finished(
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=3,
+        completion_tokens=2,
+        timing=Timing(ttft_ms=1.0, tpot_ms=None, total_ms=1.0),
+        speculation=statistics.report(),
+        cached_prompt_tokens=2 * most,
+    )
+    sent = event_to_pb(finished).finished
+    assert sent.speculation.rounds == sent.speculation.drafted_tokens == sent.usage.cached_prompt_tokens == most
+    chunk = Chunk(token_ids=(5,), text="", origins=(Origin.PLAIN,), round=2 * most, text_lengths=(0,))
+    assert event_to_pb(chunk).chunk.round == most
+
+
+def test_draft_steps_without_number_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.statistics.MAX_DRAFT_STEPS", 10)
+    statistics = RequestStatistics(SpeculationParams(drafter="model"))
+    extension = Extension(session=1, base=3, parents=(), tokens=(), confidences=(), draft_share_ms=1.0)
+    numbers = [statistics.add_extension(replace(extension, draft_step=step)) for step in range(1, 100)]
+    assert numbers == [*range(1, 11), *[0] * 89]
+    assert statistics.report().draft_ms == 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from draft_harness import (
@@ -19,6 +20,7 @@ from draft_harness import (
 
 from draft_worker.scheduler import StepRules
 from specpipe.errors import ErrorCode
+from specpipe.sampling.coupled import Chooser
 from specpipe.testing import TableModel
 from specpipe.types import Closed, Extension, Failed, FinishReason, Mode, NeedTokens
 
@@ -466,6 +468,26 @@ class TestFaults:
         harness.receive(open_message(3, (7, 8)))  # takes the slots of session 1: the model refuses uncleared ones
         harness.run()
         assert harness.session(3).tree.num_nodes > 0
+
+    def test_a_fault_of_ours_ends_its_session_and_no_other(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        rank = Chooser.rank
+
+        def fail(chooser: Chooser, logits: Any, position: int, count: int) -> list[tuple[int, float]]:
+            if chooser._params.seed == 13:
+                raise IndexError("out of bounds")
+            return rank(chooser, logits, position, count)
+
+        monkeypatch.setattr(Chooser, "rank", fail)
+        harness = Harness(TableModel(seed=14, num_slots=300))
+        harness.receive(open_message(1, seed=13))
+        harness.receive(open_message(2, (4, 5, 6)))
+        harness.run()
+        failures = [m for m in harness.take() if isinstance(m, Failed)]
+        assert [(f.session, f.code, f.is_retryable) for f in failures] == [(1, ErrorCode.INTERNAL, False)]
+        assert harness.session(2).tree.num_nodes > 0
+        assert "out of bounds" in caplog.text
 
     def test_heartbeat_tells_the_running_step(self) -> None:
         harness = Harness(TableModel(seed=14))

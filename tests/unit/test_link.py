@@ -327,3 +327,10 @@ def test_a_huge_jump_in_the_sequence_costs_no_memory():
     inbox = Inbox()
     assert inbox.arrival(2**64 - 1) is Arrival.AFTER_HOLE
     assert len(inbox._missing) < 10_000
+
+
+def test_of_many_requests_for_tokens_in_a_batch_the_last_of_each_session_counts():
+    """Each is answered with a text: a peer that floods must not be worth a thousand of them."""
+    needs = tuple(NeedTokens(session=number % 3, have=number) for number in range(1000))
+    heard = list(messages_of(Batch(sequence=1, need_tokens=needs)))
+    assert sorted((need.session, need.have) for need in heard) == [(0, 999), (1, 997), (2, 998)]

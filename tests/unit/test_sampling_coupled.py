@@ -178,3 +178,27 @@ def test_fills_from_below_the_cut_are_what_the_target_may_allow() -> None:
     ranked = Chooser(SamplingParams(top_k=2, seed=3), 5).rank(logits, 7, 5)
     assert {token for token, _ in ranked[:2]} == {0, 1}
     assert [token for token, _ in ranked[2:]] == [2, 4, 3]
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_p": 0.9}, {"top_k": 3000}, {"top_k": 5}, {"min_p": 0.5}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e6, 1e30, 1e37, 3.4e38])
+@pytest.mark.parametrize("vocab_size", [4096, 9000])
+def test_any_finite_temperature_gives_an_allowed_choice_that_a_draft_finds(
+    vocab_size: int, temperature: float, cuts: dict[str, float]
+) -> None:
+    """Noise times the largest of them is beyond float32; and what one request asks may not end a worker."""
+    logits = row("normal", vocab_size, np.random.default_rng(5))
+    params = SamplingParams(temperature=float(np.float32(temperature)), seed=2**64 - 1, **cuts)  # type: ignore[arg-type]
+    chooser = Chooser(params, vocab_size)
+    choice = chooser.choose(logits, 17)
+    assert choice in allowed_ids(logits, params)
+    ranked = chooser.rank(logits, 17, 5)
+    assert ranked[0][0] == choice
+    assert all(0.0 <= confidence <= 1.0 for _, confidence in ranked)
+
+
+def test_an_endless_temperature_is_uniform() -> None:
+    logits = row("peaked", 16, np.random.default_rng(5))
+    chooser = Chooser(SamplingParams(temperature=3.4e38, seed=1), 16)
+    counts = np.bincount([chooser.choose(logits, position) for position in range(1600)], minlength=16)
+    assert counts.min() > 60

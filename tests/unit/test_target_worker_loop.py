@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from target_simulator import (
@@ -19,6 +20,7 @@ from target_simulator import (
 )
 
 from specpipe.errors import ErrorCode
+from specpipe.sampling.coupled import Chooser
 from specpipe.testing import TableModel
 from specpipe.types import (
     Close,
@@ -543,6 +545,30 @@ def test_a_row_with_nan_ends_its_session_and_no_other(table: TableModel) -> None
     later = sim.open(create_open(3, [7] * 40, max_tokens=300))  # uses the cleared slots
     sim.run()
     assert later.finish_reason is FinishReason.LENGTH
+
+
+def test_a_fault_of_ours_in_one_decision_ends_its_session_and_no_other(
+    table: TableModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the worker would end, and so would each one that the session moves to."""
+    choose = Chooser.choose
+
+    def fail(self: Chooser, logits: Any, position: int) -> int:
+        if self._params.seed == 13 and position == 8:
+            raise ValueError("zero-size array")
+        return choose(self, logits, position)
+
+    bad, good = create_open(1, [1, 2, 3], max_tokens=20, seed=13), create_open(2, [4, 5, 6], max_tokens=20)
+    expected = plain_run(table, good)[0]
+    monkeypatch.setattr(Chooser, "choose", fail)
+    sim = Simulator(table)
+    bad_answer, good_answer = sim.open(bad), sim.open(good)
+    sim.run()
+    assert bad_answer.failed is not None
+    assert not bad_answer.failed.is_retryable
+    assert bad_answer.closed is not None
+    assert good_answer.new_tokens == expected
+    assert "zero-size array" in caplog.text
 
 
 def test_nan_in_a_row_that_is_not_walked_harms_nobody(table: TableModel) -> None:
