@@ -36,6 +36,7 @@ from specpipe.telemetry.instruments import Description, Histogram, Instruments, 
 logger = logging.getLogger(__name__)
 
 PATH = "/metrics"
+SCOPE = "specpipe"
 PUSH_INTERVAL_S = 15.0
 PUSH_TIMEOUT_S = 3.0
 """Of one push, its retries included."""
@@ -68,7 +69,7 @@ class Provider:
         if otlp_endpoint:
             readers.append(_PushingReader(points, otlp_endpoint))
         self._provider = MeterProvider(metric_readers=readers, resource=Resource(resource), shutdown_on_exit=False)
-        meter = self._provider.get_meter("specpipe", str(resource["service.version"]))
+        meter = self._provider.get_meter(SCOPE, str(resource["service.version"]))
         for observed in instruments.observed:
             _observe(meter, observed)
         if self._page is not None:
@@ -113,11 +114,12 @@ class _HistogramPoints:
         self._started_nanos = time.time_ns()
 
     def added_to(self, data: otel.MetricsData) -> otel.MetricsData:
-        ours = data.resource_metrics[0]
-        scope = ours.scope_metrics[0]
-        metrics = [*scope.metrics, *(self._metric(*one) for one in self._histograms)]
-        scopes = [replace(scope, metrics=metrics), *ours.scope_metrics[1:]]
-        return replace(data, resource_metrics=[replace(ours, scope_metrics=scopes), *data.resource_metrics[1:]])
+        (process,) = data.resource_metrics  # there is one MeterProvider, and it has one resource
+        scopes = [self._completed(scope) if scope.scope.name == SCOPE else scope for scope in process.scope_metrics]
+        return replace(data, resource_metrics=[replace(process, scope_metrics=scopes)])
+
+    def _completed(self, scope: otel.ScopeMetrics) -> otel.ScopeMetrics:
+        return replace(scope, metrics=[*scope.metrics, *(self._metric(*one) for one in self._histograms)])
 
     def _metric(self, about: Description, histogram: Histogram) -> otel.Metric:
         now_nanos = time.time_ns()

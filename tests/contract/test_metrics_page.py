@@ -113,6 +113,14 @@ async def test_a_port_that_is_taken_is_one_sentence() -> None:
                 pass
 
 
+async def test_the_page_listens_where_the_process_does() -> None:
+    process = ProcessMetrics(Role.COORDINATOR, HERE, "::1")
+    process.watch(FakeServer())
+    async with process.told() as address:
+        assert address.startswith("[::1]:")
+        assert (await asyncio.to_thread(scrape, address)).sum("specpipe_serving") == 1
+
+
 async def test_two_services_in_one_process_do_not_share_numbers() -> None:
     first, second = worker(), worker()
     first.observer.preempted()
