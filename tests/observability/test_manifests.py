@@ -144,6 +144,13 @@ def test_addresses_in_configurations_are_ports_of_services(name: str) -> None:
                 assert int(port) in offered, f"{path.name}: {word}"
 
 
+def test_compose_starts_what_looks_and_the_service_only_if_asked() -> None:
+    """So that a service on the machine itself finds its port free, and nothing is built for it."""
+    services = compose()["services"]
+    assert sorted(name for name, service in services.items() if "profiles" not in service) == BACKENDS
+    assert all(service["profiles"] == ["service"] for service in services.values() if "build" in service)
+
+
 def test_compose_opens_ports_on_loopback_only() -> None:
     published = [port for service in compose()["services"].values() for port in service.get("ports", [])]
     assert published
