@@ -113,6 +113,16 @@ async def test_a_port_that_is_taken_is_one_sentence() -> None:
                 pass
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as trial:
+            trial.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 async def test_the_page_listens_where_the_process_does() -> None:
     process = ProcessMetrics(Role.COORDINATOR, HERE, "::1")
     process.watch(FakeServer())
