@@ -228,7 +228,7 @@ def statistics_line(answer: Answer) -> str:
     parts.append(stats.mode.value)
     if stats.mean_acceptance_length is not None:
         parts.append(f"{counted(stats.rounds, 'round')}, {stats.mean_acceptance_length:.2f} tokens a round")
-    if stats.drafted_tokens:
+    if stats.mode is not Mode.OFF:
         parts += _draft_parts(stats, num_tokens)
     parts.append(f"seed {started.seed}")
     return " · ".join(parts)

@@ -156,6 +156,15 @@ async def test_an_answer_that_ends_at_once_is_no_empty_line_and_counted_in_engli
     assert " · 1 round, 1.00 tokens a round · 0 of 1 token guessed ahead · " in statistics
 
 
+async def test_drafts_that_never_came_are_told_and_no_drafts_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    none = replace(STATS, drafted_tokens=0, accepted_tokens=0, acceptance_rate=None, hit_rate=0.0, lookup_rate=0.0)
+    for mode in (Mode.PIPELINED, Mode.OFF):
+        await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(*EVENTS[:-1], finished(replace(none, mode=mode))))
+    pipelined, off = capsys.readouterr().err.splitlines()
+    assert " · 0 of 3 tokens guessed ahead · hit rate 0.00 · drafting " in pipelined
+    assert "guessed" not in off
+
+
 async def test_text_that_ends_a_line_ends_it_once(capsys: pytest.CaptureFixture[str]) -> None:
     chunk = Chunk(token_ids=(5,), text="one\n", origins=(Origin.PLAIN,), round=1, text_lengths=(4,))
     await PlainOutput(1).show(GenerateRequest(prompt="p"), stream(EVENTS[0], chunk, EVENTS[-1]))
