@@ -61,6 +61,10 @@ class Visit:
         """Returns when the answer is complete."""
         await self.page.wait_for_selector(".statistics", timeout=60_000)
 
+    async def shows(self, selector: str, text: str) -> None:
+        """Returns when it does."""
+        await self.page.wait_for_selector(f"{selector}:has-text({text!r})", timeout=30_000)
+
     async def count(self, origin: str) -> int:
         return await self.page.locator(f".text .token.{origin}").count()
 

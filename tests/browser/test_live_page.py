@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from browsing import CHROMIUM, Visit, launched, visiting
+from browsing import CHROMIUM, Visit, visiting
 from playwright.async_api import Browser
 from running import RunningService, running_service
 
@@ -28,20 +27,10 @@ def service(log_folder: Path) -> Iterator[RunningService]:
         yield running
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with launched() as opened:
-        yield opened
-
-
 @pytest.fixture
 def address(service: RunningService) -> str:
     assert service.http is not None
     return service.http
-
-
-async def shows(visit: Visit, selector: str, text: str) -> None:
-    await visit.page.wait_for_selector(f"{selector}:has-text({text!r})", timeout=30_000)
 
 
 # What it shows
@@ -50,7 +39,7 @@ async def shows(visit: Visit, selector: str, text: str) -> None:
 async def test_an_answer_streams_with_each_token_in_the_dress_of_its_origin(browser: Browser, address: str) -> None:
     async with visiting(browser, address) as visit:
         await visit.ask(tokens=80, seed="7")
-        await shows(visit, ".progress", "tokens in")
+        await visit.shows(".progress", "tokens in")
         assert await visit.page.locator(".statistics").count() == 0  # it is still answered
         await visit.finish()
         counts = {origin: await visit.count(origin) for origin in ORIGINS}
@@ -93,13 +82,13 @@ async def test_origins_are_told_apart_without_colours(browser: Browser, address:
 async def test_the_timeline_moves_and_drafting_lies_under_verification(browser: Browser, address: str) -> None:
     async with visiting(browser, address) as visit:
         await visit.ask(tokens=120)
-        await shows(visit, ".progress", "tokens in")
+        await visit.shows(".progress", "tokens in")
         before = await visit.page.evaluate("document.querySelector('canvas').toDataURL()")
         await visit.page.wait_for_function(
             "before => document.querySelector('canvas').toDataURL() !== before", arg=before
         )
         await visit.finish()
-        await shows(visit, "#timeline-told", "of drafting lay under a target step")
+        await visit.shows("#timeline-told", "of drafting lay under a target step")
         lanes = await visit.history("history.orderedLanes().map(lane => [lane.kind, lane.bars.length])")
         assert [kind for kind, _ in lanes] == ["target", "draft"]
         assert all(num_bars > 12 for _, num_bars in lanes)
@@ -115,7 +104,7 @@ async def test_draft_steps_that_were_verified_are_told_from_those_in_vain(browse
         await visit.page.select_option("#mode", "sync")  # the target waits for its drafts
         await visit.ask(tokens=40)
         await visit.finish()
-        await shows(visit, "#timeline-told", "drafting")
+        await visit.shows("#timeline-told", "drafting")
         assert await visit.history("history.orderedLanes()[1].bars.filter(bar => bar.isUsed).length") > 5
         linked = "history.orderedLanes()[0].bars.filter(bar => history.linkedBars(bar).size).length"
         assert await visit.history(linked) > 3
@@ -126,7 +115,7 @@ async def test_other_clients_requests_are_seen_too(browser: Browser, service: Ru
 
     async with visiting(browser, address) as visit, GenerateClient(service.address) as client:
         await client.answer(GenerateRequest(prompt="import os\n", max_tokens=60, ignore_eos=True), timeout_s=60)
-        await shows(visit, "#timeline-told", "target")
+        await visit.shows("#timeline-told", "target")
         await visit.page.wait_for_function("document.querySelectorAll('.chart .bar[height=\"0\"]').length < 60")
         shown = await visit.page.inner_text(".acceptance")
         assert "drafted round" in shown
@@ -165,11 +154,11 @@ async def test_everything_is_reached_by_tab_in_reading_order_and_visibly(browser
 async def test_escape_stops_an_answer_and_its_request(browser: Browser, address: str) -> None:
     async with visiting(browser, address) as visit:
         await visit.ask(tokens=4000, prompt="x = 1\n")
-        await shows(visit, ".progress", "tokens in")
+        await visit.shows(".progress", "tokens in")
         assert await visit.page.is_disabled(".primary")
         await visit.page.keyboard.press("Escape")
-        await shows(visit, ".progress", "stopped after")
-        await shows(visit, ".speed", "0 requests answered now")
+        await visit.shows(".progress", "stopped after")
+        await visit.shows(".speed", "0 requests answered now")
         assert await visit.page.is_enabled(".primary")
         await visit.ask(tokens=8)
         await visit.finish()
@@ -178,9 +167,9 @@ async def test_escape_stops_an_answer_and_its_request(browser: Browser, address:
 async def test_a_question_that_is_refused_says_why(browser: Browser, address: str) -> None:
     async with visiting(browser, address) as visit:
         await visit.ask(prompt="")
-        await shows(visit, "[role=alert]", "prompt: it must have at least one character, token id or message")
+        await visit.shows("[role=alert]", "prompt: it must have at least one character, token id or message")
         await visit.ask(prompt="x", temperature="-1")
-        await shows(visit, "[role=alert]", "temperature must be a finite number of at least 0, got -1.0")
+        await visit.shows("[role=alert]", "temperature must be a finite number of at least 0, got -1.0")
         await visit.ask(temperature="0", tokens=8)
         await visit.finish()
         assert await visit.page.locator("[role=alert]").count() == 0
@@ -202,18 +191,18 @@ async def test_steps_are_walked_by_arrow_keys_and_held_by_space(browser: Browser
     async with visiting(browser, address, color_scheme="dark") as visit:
         await visit.ask(tokens=60, seed="7")
         await visit.finish()
-        await shows(visit, "#timeline-told", "drafting")
+        await visit.shows("#timeline-told", "drafting")
         await visit.page.focus("canvas")
         await visit.page.keyboard.press("ArrowLeft")
-        await shows(visit, ".details", "verify · step")
+        await visit.shows(".details", "verify · step")
         assert await visit.page.inner_text(".timeline button") == "Go on"
         await visit.page.keyboard.press("ArrowDown")
-        await shows(visit, ".details", "draft · step")
+        await visit.shows(".details", "draft · step")
         await visit.page.keyboard.press("ArrowUp")
         await visit.page.keyboard.press("+")
         for _ in range(6):
             await visit.page.keyboard.press("ArrowLeft")
-        await shows(visit, ".details", "verify · step")
+        await visit.shows(".details", "verify · step")
         await visit.picture("live-page-step", clip=await around(visit, ".timeline", ".details"))
         await visit.page.keyboard.press(" ")
         assert await visit.page.inner_text(".timeline button") == "Pause"
@@ -241,7 +230,7 @@ async def test_it_follows_the_system_s_colours_and_all_text_is_readable(
     async with visiting(browser, address, width=1120, color_scheme=scheme) as visit:
         await visit.ask(tokens=120, seed="7")
         await visit.finish()
-        await shows(visit, "#timeline-told", "drafting")
+        await visit.shows("#timeline-told", "drafting")
         pairs = await visit.page.evaluate(CONTRASTS)
         assert len(pairs) > 50
         assert [pair for pair in pairs if pair[1] < 4.5] == []
@@ -269,7 +258,7 @@ async def test_who_asked_for_less_motion_gets_less(browser: Browser, address: st
         assert await visit.page.eval_on_selector(".depths i", "e => getComputedStyle(e).transitionDuration") == "0s"
         await visit.ask(tokens=40)
         await visit.finish()
-        await shows(visit, "#timeline-told", "drafting")
+        await visit.shows("#timeline-told", "drafting")
 
 
 CONTRASTS = """

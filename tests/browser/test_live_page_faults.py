@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
-import pytest_asyncio
-from browsing import CHROMIUM, Visit, launched, visiting
+from browsing import CHROMIUM, Visit, visiting
+from coordinator_cluster import cluster
 from playwright.async_api import Browser
 from waiting import wait_until
-
-sys.path.append(str(Path(__file__).parents[1] / "contract"))
-
-from coordinator_cluster import cluster
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -23,20 +15,10 @@ pytestmark = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def browser() -> AsyncIterator[Browser]:
-    async with launched() as opened:
-        yield opened
-
-
-async def shows(visit: Visit, selector: str, text: str) -> None:
-    await visit.page.wait_for_selector(f"{selector}:has-text({text!r})", timeout=30_000)
-
-
 async def test_a_worker_that_goes_and_comes_back_is_told_and_answers_go_on(browser: Browser) -> None:
     async with cluster(http_port=0) as service, visiting(browser, service.app.http_address) as visit:
         await service.drafts[0].stop()
-        await shows(visit, "tbody tr:nth-child(2)", "not connected: dialled again")
+        await visit.shows("tbody tr:nth-child(2)", "not connected: dialled again")
         await visit.ask(tokens=8)
         await visit.finish()
         await service.drafts[0].start()
@@ -48,7 +30,7 @@ async def test_a_page_that_is_closed_ends_its_answer_and_stops_watching(browser:
         service.targets[0].gated.delay_s = 0.02
         async with visiting(browser, service.app.http_address) as visit:
             await visit.ask(tokens=400)
-            await shows(visit, ".progress", "tokens in")
+            await visit.shows(".progress", "tokens in")
             assert service.coordinator.tracing.is_watched
         await wait_until(lambda: service.is_idle)
         await wait_until(lambda: not service.coordinator.tracing.is_watched)
@@ -58,13 +40,13 @@ async def test_an_answer_that_breaks_off_says_why_and_keeps_what_came(browser: B
     async with cluster(http_port=0) as service, visiting(browser, service.app.http_address) as visit:
         service.targets[0].gated.delay_s = 0.02
         await visit.ask(tokens=400)
-        await shows(visit, ".progress", "tokens in")
+        await visit.shows(".progress", "tokens in")
         service.targets[0].freeze()
-        await shows(visit, "[role=alert]", "no target worker took the request")
-        await shows(visit, ".progress", "broken off after")
+        await visit.shows("[role=alert]", "no target worker took the request")
+        await visit.shows(".progress", "broken off after")
         assert await visit.page.locator(".text .token").count() > 0
         assert await visit.page.locator(".statistics").count() == 0
-        await shows(visit, ".health", "waits for a target worker")
+        await visit.shows(".health", "waits for a target worker")
 
 
 async def test_a_service_that_comes_back_is_found_again(browser: Browser) -> None:
@@ -74,8 +56,8 @@ async def test_a_service_that_comes_back_is_found_again(browser: Browser) -> Non
         page = await context.new_page()
         visit = Visit(page, address)
         await visit.open()
-    await shows(visit, ".health", "not reachable, trying again")
-    await shows(visit, "tbody tr", "not known")
+    await visit.shows(".health", "not reachable, trying again")
+    await visit.shows("tbody tr", "not known")
     async with cluster(http_port=int(address.rpartition(":")[2])):
         await visit.page.wait_for_selector(".health.ready", timeout=30_000)
         await visit.ask(tokens=8)
