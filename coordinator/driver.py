@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -69,7 +70,7 @@ class Coordinator:
         config: CoordinatorConfig,
         *,
         settings: DriverSettings | None = None,
-        connect: Connect = connect_worker,
+        connect: Connect | None = None,
         tracing: Tracing | None = None,
         metrics: CoordinatorMetrics | None = None,
     ) -> None:
@@ -78,6 +79,7 @@ class Coordinator:
         self.tracing = tracing or create_tracing(config.telemetry)
         self.settings = settings or DriverSettings()
         self.is_stopping = False
+        connect = connect or functools.partial(connect_worker, tls=config.server.tls)
         self._links = WorkerLinks(config, self.settings, connect, self)
         self._session_ids = itertools.count(secrets.randbits(62) + 1)
         self._streams: set[AnswerStream] = set()  # until their readers are gone

@@ -17,8 +17,9 @@ from coordinator.events import Kind
 from coordinator.fit import Fit
 from coordinator.pools import Backoff, Connection, Link, Pool
 from coordinator.settings import DriverSettings
-from specpipe.config import CoordinatorConfig
+from specpipe.config import CoordinatorConfig, TlsConfig
 from specpipe.errors import ModelMismatchError, SpecpipeError, WorkerUnavailableError
+from specpipe.tls import NO_TLS
 from specpipe.types import Batch, ModelInfo
 from specpipe.worker_client import WorkerLink
 from specpipe.worker_stream import new_incarnation
@@ -42,8 +43,10 @@ class LinkOwner(Protocol):
         ...
 
 
-def connect_worker(address: str, kind: Kind, incarnation: int) -> AbstractAsyncContextManager[WorkerLink]:
-    return WorkerLink.connect(address, kind.value, incarnation)
+def connect_worker(
+    address: str, kind: Kind, incarnation: int, *, tls: TlsConfig = NO_TLS
+) -> AbstractAsyncContextManager[WorkerLink]:
+    return WorkerLink.connect(address, kind.value, incarnation, tls=tls)
 
 
 class WorkerLinks:

@@ -36,6 +36,7 @@ from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc, trace_pb2_grpc
 from specpipe.server import Server, create_server
 from specpipe.spans import Role
 from specpipe.telemetry.metrics import ProcessMetrics
+from specpipe.tls import channel_credentials
 from specpipe.types import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -266,6 +267,8 @@ async def serve(config: CoordinatorConfig) -> int:
 def check_config(config: CoordinatorConfig) -> None:
     if not config.targets:
         raise ConfigError("a coordinator needs the address of at least one target worker")
+    if config.server.tls.is_on:
+        channel_credentials(config.server.tls)  # raises
     if config.drafter not in ("model", "ngram", "none"):
         raise ConfigError(f"drafter must be model, ngram or none, got {config.drafter!r}")
 

@@ -18,7 +18,7 @@ import grpc.aio
 
 from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started, Timing
 from specpipe.codec_trace import trace_from_pb
-from specpipe.config import MAX_SPECULATIVE_TOKENS
+from specpipe.config import MAX_SPECULATIVE_TOKENS, TlsConfig
 from specpipe.errors import (
     ErrorCode,
     InvalidRequestError,
@@ -31,6 +31,7 @@ from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc, trace_p
 from specpipe.server import create_channel, error_from_status, is_of_transport
 from specpipe.spans import KeptTrace
 from specpipe.telemetry.propagation import TRACEPARENT, current_context
+from specpipe.tls import NO_TLS
 from specpipe.types import FinishReason, Mode, Origin, Rule
 
 DEFAULT_TIMEOUT_S: Final = 3600.0  # a call without a deadline could hang for ever
@@ -115,14 +116,19 @@ class Answer:
 
 
 class GenerateClient:
-    """A connection to a coordinator: `async with GenerateClient(address) as client`, then any number of requests."""
+    """A connection to a coordinator: `async with GenerateClient(address) as client`, then any number of requests.
 
-    def __init__(self, address: str) -> None:
+    With `tls` the coordinator is checked by its CA, and shown the certificate if there is one. Entering raises
+    ConfigError for files that are not there or not right.
+    """
+
+    def __init__(self, address: str, tls: TlsConfig = NO_TLS) -> None:
         self._address = address
+        self._tls = tls
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = create_channel(self._address)
+        self._channel = create_channel(self._address, self._tls)
         self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
         self._traces = trace_pb2_grpc.TraceServiceStub(self._channel)
         return self

@@ -42,11 +42,30 @@ def check_port_number(name: str, port: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Files, in PEM, with which a process shows who it is and checks its peers; none: plain connections."""
+
+    cert: str = ""  # certificate of this process, and whatever leads from it to the CA
+    key: str = ""  # its private key
+    ca: str = ""  # certificate of the CA that peers' certificates are signed by
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            raise ConfigError("tls_cert and tls_key are given together or not at all")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.cert or self.ca)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Where a process listens and how it ends."""
 
     host: str = "127.0.0.1"  # interface to listen on
     port: int = 0  # 0: a free one
+    health_port: int | None = None  # where health is answered too, alone and without TLS; 0: a free one; None: nowhere
+    tls: TlsConfig = field(default_factory=TlsConfig)  # of all calls to this process and of its calls to workers
     grace_s: float = 10.0  # how long SIGTERM lets sessions finish
     ready_fd: int | None = None  # file descriptor on which ready_text is written, a line, once the process serves
     ready_text: str = "{address}"  # {address} stands for HOST:PORT
@@ -54,6 +73,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_port_number("port", self.port)
+        check_port_number("health_port", self.health_port)
         if not self.grace_s >= 0:
             raise ConfigError(f"grace_s must be at least 0, got {self.grace_s}")
 

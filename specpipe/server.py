@@ -22,9 +22,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specpipe.causes import cause_of
-from specpipe.config import ServerConfig
+from specpipe.config import ServerConfig, TlsConfig
 from specpipe.errors import ERROR_BY_CODE, CapacityError, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
 from specpipe.rpc_metrics import MeasuringInterceptor, RpcMetrics
+from specpipe.tls import NO_TLS, channel_credentials, server_credentials
 from specpipe.transport_errors import CODES, sentence_of
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ CONNECT_TIMEOUT_MS = 5_000
 MAX_DETAILS_BYTES = 2048
 """Of a status. It travels as a header, percent-encoded (three times as long at worst), and peers refuse headers of
 more than 8 KB: the client would see that refusal instead of the status."""
+LIVENESS = "liveness"
+"""The service name under which health says whether the process goes on, whether or not it is ready."""
 MAX_CONCURRENT_STREAMS = 4096
 """Calls on one connection, an HTTP/2 setting; more wait in the client."""
 
@@ -76,46 +79,81 @@ def channel_options() -> Options:
     ]
 
 
-def create_channel(address: str) -> grpc.aio.Channel:
-    """A channel inside the cluster: no TLS, no proxy, the numbers that servers expect."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+def create_channel(address: str, tls: TlsConfig = NO_TLS, *, name: str = "") -> grpc.aio.Channel:
+    """A channel inside the cluster: no proxy, the numbers that servers expect.
+
+    `name` is what the server's certificate must have instead of the host's name. Raises ConfigError for TLS whose files
+    are not there or not right.
+    """
+    if not tls.is_on:
+        return grpc.aio.insecure_channel(address, options=channel_options())
+    named = [("grpc.ssl_target_name_override", name)] if name else []
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=[*channel_options(), *named])
 
 
 class Server:
     """A grpc.aio server with health and reflection. Made by `create_server`, inside the event loop."""
 
-    def __init__(self, grpc_server: grpc.aio.Server, address: str, service_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        grpc_server: grpc.aio.Server,
+        address: str,
+        service_names: Sequence[str],
+        health_server: grpc.aio.Server | None = None,
+    ) -> None:
         self.grpc_server = grpc_server
         """Where services are added, before `start`."""
         self.address = address
         """HOST:PORT, with the port that was taken."""
         self.is_serving = False
+        self.is_alive = True
+        self._health_server = health_server
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._service_names = tuple(service_names)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, grpc_server)
+        for server in (grpc_server, health_server):
+            if server is not None:
+                health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         known = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(known, grpc_server)
 
     async def start(self) -> None:
         """Answer calls. Health says NOT_SERVING until `set_serving(True)`."""
         await self._report(False)
+        await self._report_alive(True)
         await self.grpc_server.start()
+        if self._health_server is not None:
+            await self._health_server.start()
 
     async def set_serving(self, is_serving: bool) -> None:
         if is_serving != self.is_serving:
             logger.info("%s is %s", self.address, "serving" if is_serving else "not serving")
             await self._report(is_serving)
 
+    async def set_alive(self, is_alive: bool) -> None:
+        """False: it hangs and will not get well by itself. Supervisors ask for the health of LIVENESS."""
+        if is_alive != self.is_alive:
+            logger.warning("%s %s", self.address, "goes on" if is_alive else "hangs")
+            await self._report_alive(is_alive)
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, let running ones end for `grace_s`, then cancel them."""
         await self._report(False)
         await self.grpc_server.stop(grace_s)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
 
     async def _report(self, is_serving: bool) -> None:
         self.is_serving = is_serving
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._service_names):
-            await self._health.set(name, status)
+            await self._health.set(name, _health_status(is_serving))
+
+    async def _report_alive(self, is_alive: bool) -> None:
+        self.is_alive = is_alive
+        await self._health.set(LIVENESS, _health_status(is_alive))
+
+
+def _health_status(is_well: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
+    return health_pb2.HealthCheckResponse.SERVING if is_well else health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def create_server(
@@ -129,18 +167,24 @@ def create_server(
 
     Add services to `Server.grpc_server`, then `await Server.start()`. More than `max_concurrent_calls` calls at once
     (health and reflection apart) are refused with RESOURCE_EXHAUSTED. `metrics` measures calls. Raises ConfigError if
-    the port cannot be had.
+    a port cannot be had, or a certificate is not there or not right.
     """
     limits = [] if max_concurrent_calls is None else [CallLimitInterceptor(max_concurrent_calls, service_names)]
     measuring = [] if metrics is None else [MeasuringInterceptor(metrics)]  # first: it sees how a call really ends
     grpc_server = grpc.aio.server(interceptors=[*measuring, ErrorInterceptor(), *limits], options=server_options())
-    port = _take_port(grpc_server, config.host, config.port)
-    return Server(grpc_server, join_address(config.host, port), service_names)
+    port = _take_port(grpc_server, config.host, config.port, config.tls)
+    health_server = None if config.health_port is None else grpc.aio.server(options=server_options())
+    if health_server is not None:
+        health_port = _take_port(health_server, config.host, config.health_port or 0)
+        logger.info("health on %s", join_address(config.host, health_port))
+    return Server(grpc_server, join_address(config.host, port), service_names, health_server)
 
 
-def _take_port(grpc_server: grpc.aio.Server, host: str, port: int) -> int:
+def _take_port(grpc_server: grpc.aio.Server, host: str, port: int, tls: TlsConfig = NO_TLS) -> int:
     check_port(host, port)
     try:
+        if tls.is_on:
+            return grpc_server.add_secure_port(join_address(host, port), server_credentials(tls))
         return grpc_server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {join_address(host, port)}: {error}") from None

@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from typing import Final
 
+_SHUT_OUT: Final = "it closed the connection at once: it may want TLS, or a certificate from who calls it"
+"""A TLS server's refusal of a plain caller, and of one without the right certificate: the same to gRPC."""
+
 # The first part that gRPC's text (1.81 to 1.85) contains decides.
 _UNAVAILABLE: Final = (
+    ("hostname verification", "its certificate is for another name than the one it was called by"),
+    ("wrong_version_number", "it does not speak TLS: check the address, or leave the TLS flags out"),
+    ("certificate_verify_failed", "its certificate is not signed by the CA that was named with --tls-ca"),
+    ("handshake failed", "no TLS connection to it can be made: check the certificates"),
     ("connection refused", "nothing listens there: it is not started, or the address is wrong"),
     ("http1.x server", "a web server is there and no specpipe service: check the address"),
     ("http/2", "no gRPC server is there: check the address"),
@@ -46,4 +53,6 @@ def sentence_of(code: str, details: str) -> str:
     if code != "UNAVAILABLE":
         return _BY_CODE[code]
     text = details.lower()
+    if "failed to connect" in text and "socket closed" in text:
+        return _SHUT_OUT
     return next((sentence for part, sentence in _UNAVAILABLE if part in text), "it cannot be reached")

@@ -24,10 +24,12 @@ import grpc.aio
 
 from specpipe import codec, codec_hello
 from specpipe.codec_vocabulary import vocabulary_from_pb
+from specpipe.config import TlsConfig
 from specpipe.engine.vocabulary import Vocabulary
-from specpipe.errors import ErrorCode, ModelMismatchError, SpecpipeError, WorkerUnavailableError
+from specpipe.errors import ConfigError, ErrorCode, ModelMismatchError, SpecpipeError, WorkerUnavailableError
 from specpipe.reports import Report
 from specpipe.server import create_channel, error_from_status, status_errors
+from specpipe.tls import NO_TLS, name_of_worker
 from specpipe.types import Batch, Close, Failed, Heartbeat, Hello, SessionMessage
 from specpipe.worker_stream import (
     END,
@@ -75,7 +77,7 @@ class WorkerLink:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, address: str, kind: Kind, incarnation: int, *, timing: Timing | None = None
+        cls, address: str, kind: Kind, incarnation: int, *, timing: Timing | None = None, tls: TlsConfig = NO_TLS
     ) -> AsyncIterator[WorkerLink]:
         """Dial a worker and exchange hellos; the stream ends with the block.
 
@@ -83,7 +85,7 @@ class WorkerLink:
         speaks another version.
         """
         timing = timing or Timing()
-        async with create_channel(address) as channel:
+        async with _dial(address, kind, tls) as channel:
             call = WIRES[kind].stub(channel).Connect()
             try:
                 hello = await _greet(call, address, kind, incarnation, timing)
@@ -180,6 +182,13 @@ class WorkerLink:
 
     def _note_silence(self, is_silent: bool) -> None:
         logger.warning("worker %s %s", self.address, "is silent" if is_silent else "speaks again")
+
+
+def _dial(address: str, kind: Kind, tls: TlsConfig) -> grpc.aio.Channel:
+    try:
+        return create_channel(address, tls, name=name_of_worker(address, kind))
+    except ConfigError as error:  # certificates that were right at start are not now
+        raise WorkerUnavailableError(f"worker {address} cannot be called: {error}") from None
 
 
 async def _read_info(channel: grpc.aio.Channel, kind: Kind, num_vocabulary_ids: int) -> Any:

@@ -96,13 +96,18 @@ class WorkerService:
     @property
     def is_healthy(self) -> bool:
         """True if a session opened now would be worked on."""
-        is_stuck = self._thread.heartbeat().step_running_ms > self._stuck_step_s * 1000.0
-        return self.hello is not None and self._thread.is_running and not self._is_draining and not is_stuck
+        return self.hello is not None and self._thread.is_running and not self._is_draining and not self.is_stuck
+
+    @property
+    def is_stuck(self) -> bool:
+        """A step has run for longer than any step may."""
+        return self._thread.heartbeat().step_running_ms > self._stuck_step_s * 1000.0
 
     async def watch_health(self, server: Server) -> None:
         """Keep the server's health true. Runs until cancelled."""
         while True:
             await server.set_serving(self.is_healthy)
+            await server.set_alive(not self.is_stuck)
             await self._timing.sleep(self._timing.interval_s)
 
     async def drain(self, server: Server) -> None:

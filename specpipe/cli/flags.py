@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 
 from specpipe.cli.values import as_text, is_list, kind_of, read_value, scalar_of
-from specpipe.config import TelemetryConfig, TraceLevel
+from specpipe.config import TelemetryConfig, TlsConfig, TraceLevel
 from specpipe.errors import ConfigError
 from specpipe.telemetry.logs import LogLevel
 from specpipe.types import Mode, Rule
@@ -97,10 +97,27 @@ class ServerFlags:
 
     host: Annotated[str, option("Interface to listen on.  [127.0.0.1]", metavar="HOST")] = "127.0.0.1"
     port: Annotated[int, option("Port; 0: a free one.  [0]")] = 0
+    health_port: Annotated[int | None, option("Answer health here too, alone and without TLS; 0: a free port.")] = None
     grace: Annotated[float, option("Seconds that SIGTERM lets answers finish.  [10]")] = 10.0
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
     ready_fd: Annotated[int | None, typer.Option(hidden=True)] = None
     parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFlags:
+    """With which certificates a process speaks TLS; see TlsConfig. Without any it does not."""
+
+    tls_cert: Annotated[str, option("Certificate to show, in PEM; read again when renewed.", metavar="FILE")] = ""
+    tls_key: Annotated[str, option("Its private key.", metavar="FILE")] = ""
+    tls_ca: Annotated[str, option("CA by which the other side is checked.", metavar="FILE")] = ""
+
+
+def tls_config(flags: TlsFlags) -> TlsConfig:
+    """Raises ConfigError."""
+    if bool(flags.tls_cert) != bool(flags.tls_key):
+        raise ConfigError("--tls-cert and --tls-key are given together or not at all")
+    return TlsConfig(cert=flags.tls_cert, key=flags.tls_key, ca=flags.tls_ca)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

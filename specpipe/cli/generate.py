@@ -6,6 +6,7 @@ Owns: one run, from flags to exit code. All prompts are submitted at once and sh
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from specpipe.cli.flags import (
     SamplingFlags,
     ServiceFlags,
     SpeculationFlags,
+    TlsFlags,
     checked_address,
     option,
     takes_flags,
+    tls_config,
 )
 from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.output import JsonOutput, Output, PlainOutput
@@ -30,10 +33,12 @@ from specpipe.cli.progress import loading_bars
 from specpipe.cli.prompts import requests_of_file, requests_of_texts
 from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateClient, GenerateRequest
+from specpipe.config import TlsConfig
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.spans import KeptTrace
 from specpipe.telemetry.logs import LogLevel, configure_logging
+from specpipe.tls import NO_TLS
 from specpipe.types import Mode, Rule
 
 MAX_SUBMITTED: Final = 1024  # more at once would overflow a coordinator's queue
@@ -52,13 +57,16 @@ class GenerateFlags:
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [warning]")] = "warning"
 
 
-@takes_flags(own=GenerateFlags, service=ServiceFlags, speculation=SpeculationFlags, sampling=SamplingFlags)
+@takes_flags(
+    own=GenerateFlags, tls=TlsFlags, service=ServiceFlags, speculation=SpeculationFlags, sampling=SamplingFlags
+)
 def generate(
     prompt: Annotated[
         list[str] | None, typer.Argument(help="What to go on from; may be repeated.", metavar="PROMPT")
     ] = None,
     *,
     own: GenerateFlags,
+    tls: TlsFlags,
     service: ServiceFlags,
     speculation: SpeculationFlags,
     sampling: SamplingFlags,
@@ -71,7 +79,10 @@ def generate(
     if own.connect is not None:
         address = checked_address("--connect", own.connect)
         refuse_service_flags(service)
-        return run_with_signals(lambda _: answer_all(address, requests, output, traces), terminated=EXIT_TERMINATED)
+        asked = functools.partial(answer_all, address, requests, output, traces, tls=tls_config(tls))
+        return run_with_signals(lambda _: asked(), terminated=EXIT_TERMINATED)
+    if tls_config(tls).is_on:
+        raise ConfigError("--tls-ca, --tls-cert and --tls-key are for a running service: name it with --connect")
     config = service_config(service, speculation, requests, own.log_level)
     return run_with_signals(lambda _: answer_with_service(config, requests, output, traces), terminated=EXIT_TERMINATED)
 
@@ -165,14 +176,19 @@ async def answer_with_service(
 
 
 async def answer_all(
-    address: str, requests: list[GenerateRequest], output: Output, traces: TraceOutput | None = None
+    address: str,
+    requests: list[GenerateRequest],
+    output: Output,
+    traces: TraceOutput | None = None,
+    *,
+    tls: TlsConfig = NO_TLS,
 ) -> int:
     """Returns the exit code: 1 if any prompt failed, or could not be shown as it was asked for."""
     is_free = asyncio.Semaphore(MAX_SUBMITTED)
     asked = [replace(request, trace=traces is not None) for request in requests]
     streams = [EventStream() for _ in asked]
     are_right = True
-    async with GenerateClient(address) as client:
+    async with GenerateClient(address, tls) as client:
         tasks = [asyncio.create_task(s.fill(client, r, is_free)) for r, s in zip(asked, streams, strict=True)]
         try:
             for request, stream, task in zip(asked, streams, tasks, strict=True):

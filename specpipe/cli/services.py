@@ -19,10 +19,12 @@ from specpipe.cli.flags import (
     ServerFlags,
     SpeculationFlags,
     TelemetryFlags,
+    TlsFlags,
     checked_address,
     option,
     takes_flags,
     telemetry_config,
+    tls_config,
 )
 from specpipe.cli.models import check_device, check_ranks_fit, check_tokenizer_folder, named
 from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
@@ -79,9 +81,16 @@ class TargetFlags:
     max_prefill_slowdown: Annotated[float, option("A step's time with prefill over without.  [2]")] = 2.0
 
 
-@takes_flags(own=CoordinatorFlags, speculation=SpeculationFlags, server=ServerFlags, telemetry=TelemetryFlags)
+@takes_flags(
+    own=CoordinatorFlags, speculation=SpeculationFlags, server=ServerFlags, tls=TlsFlags, telemetry=TelemetryFlags
+)
 def coordinator(
-    *, own: CoordinatorFlags, speculation: SpeculationFlags, server: ServerFlags, telemetry: TelemetryFlags
+    *,
+    own: CoordinatorFlags,
+    speculation: SpeculationFlags,
+    server: ServerFlags,
+    tls: TlsFlags,
+    telemetry: TelemetryFlags,
 ) -> int:
     """Answer GenerateService with the workers named. Loads no model."""
     configure_logging(server.log_level)
@@ -89,7 +98,9 @@ def coordinator(
         raise ConfigError("name at least one target worker with --target HOST:PORT")
     check_tokenizer_folder(own.tokenizer)
     config = CoordinatorConfig(
-        server=server_config(server, "coordinator ready at {address}: specpipe generate --connect HOST:PORT PROMPT"),
+        server=server_config(
+            server, tls, "coordinator ready at {address}: specpipe generate --connect HOST:PORT PROMPT"
+        ),
         telemetry=telemetry_config(telemetry),
         http_port=own.http_port,
         targets=tuple(checked_address("--target", address) for address in own.target),
@@ -114,13 +125,15 @@ def coordinator(
     run_service(main, config.server)
 
 
-@takes_flags(own=DraftFlags, engine=EngineFlags, server=ServerFlags, telemetry=TelemetryFlags)
-def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags, telemetry: TelemetryFlags) -> int:
+@takes_flags(own=DraftFlags, engine=EngineFlags, server=ServerFlags, tls=TlsFlags, telemetry=TelemetryFlags)
+def draft_worker(
+    *, own: DraftFlags, engine: EngineFlags, server: ServerFlags, tls: TlsFlags, telemetry: TelemetryFlags
+) -> int:
     """Draft for coordinators that connect."""
     configure_logging(server.log_level)
     config = DraftWorkerConfig(
         server=server_config(
-            server, "draft worker ready at {address}: name it to a coordinator with --draft HOST:PORT"
+            server, tls, "draft worker ready at {address}: name it to a coordinator with --draft HOST:PORT"
         ),
         telemetry=telemetry_config(telemetry),
         engine=engine_config(named("--model", own.model, str(demo.draft_folder())), engine),
@@ -136,8 +149,10 @@ def draft_worker(*, own: DraftFlags, engine: EngineFlags, server: ServerFlags, t
     run_service(main, config.server, config.engine)
 
 
-@takes_flags(own=TargetFlags, engine=EngineFlags, server=ServerFlags, telemetry=TelemetryFlags)
-def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags, telemetry: TelemetryFlags) -> int:
+@takes_flags(own=TargetFlags, engine=EngineFlags, server=ServerFlags, tls=TlsFlags, telemetry=TelemetryFlags)
+def target_worker(
+    *, own: TargetFlags, engine: EngineFlags, server: ServerFlags, tls: TlsFlags, telemetry: TelemetryFlags
+) -> int:
     """Verify and decode for coordinators that connect."""
     configure_logging(server.log_level)
     engine_configured = engine_config(named("--model", own.model, str(demo.target_folder())), engine)
@@ -145,7 +160,7 @@ def target_worker(*, own: TargetFlags, engine: EngineFlags, server: ServerFlags,
     check_cores(own.rank_core)
     config = TargetWorkerConfig(
         server=server_config(
-            server, "target worker ready at {address}: name it to a coordinator with --target HOST:PORT"
+            server, tls, "target worker ready at {address}: name it to a coordinator with --target HOST:PORT"
         ),
         telemetry=telemetry_config(telemetry),
         engine=engine_configured,
@@ -186,12 +201,14 @@ def run_service(
     os._exit(code)
 
 
-def server_config(flags: ServerFlags, ready_text: str) -> ServerConfig:
+def server_config(flags: ServerFlags, tls: TlsFlags, ready_text: str) -> ServerConfig:
     """Without a parent that waits for it, the address goes to stdout: alone for a script, with a text for people."""
     is_read_by_people = flags.ready_fd is None and os.isatty(STDOUT)
     return ServerConfig(
         host=flags.host,
         port=flags.port,
+        health_port=flags.health_port,
+        tls=tls_config(tls),
         grace_s=flags.grace,
         ready_fd=os.dup(STDOUT) if flags.ready_fd is None else flags.ready_fd,
         ready_text=ready_text if is_read_by_people else "{address}",

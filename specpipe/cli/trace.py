@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from specpipe.cli.failure import EXIT_OK, EXIT_TERMINATED
-from specpipe.cli.flags import checked_address, option, takes_flags
+from specpipe.cli.flags import TlsFlags, checked_address, option, takes_flags, tls_config
 from specpipe.cli.pictures import RoundRange, check_picture, write_lines, write_picture
 from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateClient
@@ -34,17 +34,19 @@ class TraceFlags:
     json: Annotated[bool, option("The spans, rounds and sums as one JSON object.", "--json")] = False
 
 
-@takes_flags(own=TraceFlags)
+@takes_flags(own=TraceFlags, tls=TlsFlags)
 def trace(
     request_id: Annotated[str, typer.Argument(help="As `generate --json` says it.", metavar="REQUEST_ID")],
     *,
     own: TraceFlags,
+    tls: TlsFlags,
 ) -> int:
     """Show every round of a request that was traced: what each worker did, when, and what was waited for."""
     if own.connect is None:
         raise ConfigError("give the service that answered the request with --connect HOST:PORT")
     address, wanted = checked_address("--connect", own.connect), _wanted(own)
-    return run_with_signals(lambda _: _run(address, request_id, own, wanted), terminated=EXIT_TERMINATED)
+    client = GenerateClient(address, tls_config(tls))
+    return run_with_signals(lambda _: _run(client, request_id, own, wanted), terminated=EXIT_TERMINATED)
 
 
 def _wanted(own: TraceFlags) -> RoundRange | None:
@@ -62,8 +64,8 @@ def _wanted(own: TraceFlags) -> RoundRange | None:
     return parse_rounds(own.rounds)
 
 
-async def _run(address: str, request_id: str, own: TraceFlags, wanted: RoundRange | None) -> int:
-    async with GenerateClient(address) as client:
+async def _run(client: GenerateClient, request_id: str, own: TraceFlags, wanted: RoundRange | None) -> int:
+    async with client:
         kept = await client.get_trace(request_id)
     _show(kept, request_id, own, wanted)
     return EXIT_OK

@@ -8,6 +8,7 @@ from specpipe.config import ServerConfig
 from specpipe.errors import WorkerUnavailableError
 from specpipe.model_thread import ModelThread
 from specpipe.server import create_channel, create_server
+from specpipe.tls import NO_TLS
 from specpipe.types import (
     Close,
     Closed,
@@ -121,8 +122,9 @@ class Ticks:
 class FakeWorker:
     """A WorkerService on a real server at a free port."""
 
-    def __init__(self, kind="target", *, hello=HELLO, timing=None):
+    def __init__(self, kind="target", *, hello=HELLO, timing=None, tls=NO_TLS):
         self.kind = kind
+        self._tls = tls
         self._hello = hello
         self._timing = timing
 
@@ -130,7 +132,7 @@ class FakeWorker:
         self.thread = ModelThread(self._create)
         self.thread.start()
         await self.thread.wait_ready()
-        self.server = create_server(ServerConfig(), [WIRES[self.kind].service_name])
+        self.server = create_server(ServerConfig(tls=self._tls), [WIRES[self.kind].service_name])
         self.service = WorkerService(self.kind, self._hello, self.thread, timing=self._timing)
         self.service.add_to(self.server)
         await self.server.start()

@@ -17,7 +17,7 @@ import pytest
 import typer
 
 from specpipe.cli.app import app, run
-from specpipe.cli.flags import ServerFlags
+from specpipe.cli.flags import ServerFlags, TlsFlags
 from specpipe.cli.services import server_config
 
 NOBODY = "127.0.0.1:9"
@@ -181,7 +181,7 @@ def test_a_script_gets_the_bare_address_of_a_service_and_a_person_a_sentence(is_
     terminal, pipe, kept = os.openpty(), os.pipe(), os.dup(1)
     os.dup2((terminal if is_terminal else pipe)[1], 1)
     try:
-        config = server_config(ServerFlags(), "ready at {address}: give it to --target")
+        config = server_config(ServerFlags(), TlsFlags(), "ready at {address}: give it to --target")
     finally:
         os.dup2(kept, 1)
     assert config.ready_text == text
