@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 import math
 import os
 import random
@@ -35,6 +36,8 @@ from coordinator.detokenizer import (
     create_byte_table,
 )
 from specpipe.errors import ConfigError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Chat = Sequence[Mapping[str, str]]  # role and content of each message
@@ -150,12 +153,15 @@ class Tokenization:
 
 
 def load_tokenization(name: str) -> Tokenization:
-    """The tokenizer of a local folder, a .gguf file or a hub name. Takes a second or two.
+    """The tokenizer of a local folder, a .gguf file or a hub name. Takes a second or two, or minutes with a slow hub.
 
     Raises ConfigError if there is none.
     """
+    from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoTokenizer
 
+    hub_logging.set_verbosity_error()  # it would say each of its many tries twice, and the error says what came of them
+    logger.info("loading the tokenizer of %s", name)
     folder, arguments = _split_gguf(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **arguments)
