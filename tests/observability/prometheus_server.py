@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +52,12 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(folder: Path, targets: Mapping[str, list[str]]) -> Iterator[Prometheus]:
-    """Our rules, and a job for each entry of `targets` (HOST:PORT by job), read every second: tests are to be short."""
+def running_prometheus(folder: Path, jobs: list[dict[str, Any]]) -> Iterator[Prometheus]:
+    """Our rules, and these scrape jobs, each target read every second: tests are to be short."""
     log = folder / "prometheus.log"
     command = [
         program("prometheus", "prometheus"),
-        f"--config.file={write_config(folder, targets)}",
+        f"--config.file={write_config(folder, jobs)}",
         f"--storage.tsdb.path={folder / 'data'}",
         "--web.listen-address=127.0.0.1:0",
     ]
@@ -72,14 +72,12 @@ def running_prometheus(folder: Path, targets: Mapping[str, list[str]]) -> Iterat
         process.wait(30)
 
 
-def write_config(folder: Path, targets: Mapping[str, list[str]]) -> Path:
-    """That of compose, with other targets and no patience."""
+def write_config(folder: Path, jobs: list[dict[str, Any]]) -> Path:
+    """That of compose, with other jobs and no patience."""
     config = read_yaml(PROMETHEUS / "compose.yaml")
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(PROMETHEUS / pattern) for pattern in config["rule_files"]]
-    config["scrape_configs"] = [
-        {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets.items()
-    ]
+    config["scrape_configs"] = jobs
     path = folder / "prometheus.yaml"
     path.write_text(yaml.safe_dump(config))
     return path

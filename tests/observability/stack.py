@@ -18,7 +18,7 @@ DASHBOARDS = sorted((STACK / "config/grafana/dashboards").glob("*.json"))
 COMPOSE = ROOT / "docker-compose.yaml"
 
 # What Grafana puts in for its variables, roughly.
-GRAFANA = {"$__rate_interval": "1m", "$__range": "1h", "$kind": ".*", "$instance": ".*"}
+GRAFANA = {"$__rate_interval": "5m", "$__range": "1h", "$kind": ".*", "$instance": ".*"}
 
 
 def read_yaml(path: Path) -> Any:
