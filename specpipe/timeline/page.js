@@ -11,15 +11,26 @@ const length = Number(plot.style.getPropertyValue("--length"));
 const typical = Number(plot.dataset.typical);
 let scale = Number(plot.style.getPropertyValue("--scale"));
 let chosen = null;
+const placed = [...plot.querySelectorAll(".part, .mark")].map((element) => {
+  const [at, size] = ["--at", "--for"].map((name) => Number(element.style.getPropertyValue(name)));
+  return { element, at, size };
+});
+const bars = [...plot.querySelectorAll(".bar[data-round]")];
 
-const least = () => (scroll.clientWidth - LEFT - 20) / length;
+// All of it, unless rounds would be too narrow to tell apart: the overview has all of a long answer.
+const least = () => Math.max((scroll.clientWidth - LEFT - 20) / length, 2 / typical);
 const most = () => Math.max(800 / typical, least() * 2);
 
 function zoom(wanted, x = scroll.clientWidth / 2) {
   const ms = (scroll.scrollLeft + x - LEFT) / scale;
   scale = Math.min(Math.max(wanted, least()), most());
-  plot.style.setProperty("--scale", scale);
+  plot.style.width = `${length * scale + 140}px`;
+  for (const { element, at, size } of placed) {
+    element.style.left = `${LEFT + at * scale}px`;
+    if (size) element.style.width = `${Math.max(size * scale, 1)}px`;
+  }
   scroll.scrollLeft = ms * scale + LEFT - x;
+  plot.dataset.scale = scale;
   slider.value = (100 * Math.log(scale / least())) / Math.log(most() / least());
   refresh();
 }
@@ -45,7 +56,7 @@ function drawTicks() {
   for (let index = from; index <= to; index++) {
     const tick = document.createElement("div");
     tick.className = "tick";
-    tick.style.setProperty("--at", index * step);
+    tick.style.left = `${LEFT + index * step * scale}px`;
     tick.textContent = step >= 1000 ? `${(index * step) / 1000} s` : `${(index * step).toFixed(digits)} ms`;
     plot.append(tick);
   }
@@ -88,16 +99,14 @@ function choose(bar) {
 }
 
 function show(bar) {
-  const x = LEFT + Number(bar.style.getPropertyValue("--at")) * scale;
-  const width = Number(bar.style.getPropertyValue("--for")) * scale;
-  if (x < scroll.scrollLeft + LEFT || x + width > scroll.scrollLeft + scroll.clientWidth) {
-    scroll.scrollLeft = x - scroll.clientWidth / 3;
+  const [box, seen] = [bar.getBoundingClientRect(), scroll.getBoundingClientRect()];
+  if (box.left < seen.left + LEFT || box.right > seen.right) {
+    scroll.scrollLeft += box.left - seen.left - scroll.clientWidth / 3;
   }
   choose(bar);
 }
 
 function step(by) {
-  const bars = [...plot.querySelectorAll(".bar[data-round]")];
   if (!bars.length) return;
   const now = bars.indexOf(chosen);
   show(bars[Math.min(Math.max(now < 0 ? 0 : now + by, 0), bars.length - 1)]);
@@ -119,7 +128,11 @@ scroll.addEventListener("keydown", (event) => {
   event.preventDefault();
   action();
 });
-slider.addEventListener("input", () => zoom(least() * (most() / least()) ** (slider.value / 100)));
+let frame = 0;
+slider.addEventListener("input", () => {
+  cancelAnimationFrame(frame);
+  frame = requestAnimationFrame(() => zoom(least() * (most() / least()) ** (slider.value / 100)));
+});
 document.querySelector("#whole").addEventListener("click", () => zoom(least()));
 document.querySelector("#rounds").addEventListener("click", () => zoom((scroll.clientWidth - LEFT) / (8 * typical)));
 function jump(event) {
@@ -140,7 +153,6 @@ document.querySelectorAll("td a").forEach((link) => link.addEventListener("click
 }));
 window.addEventListener("resize", () => zoom(scale));
 document.querySelectorAll("[hidden]").forEach((tool) => (tool.hidden = false));
-const first = plot.querySelector(".round");
 zoom((scroll.clientWidth - LEFT) / (8 * typical));
-scroll.scrollLeft = first ? Number(first.style.getPropertyValue("--at")) * scale - 40 : 0;
+scroll.scrollLeft = Number(plot.dataset.first) * scale - 40;
 refresh();

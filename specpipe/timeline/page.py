@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from specpipe.timeline.assets import HATCHED, asset
-from specpipe.timeline.model import DRAFT_TONES, MEANINGS, Bar, Lane, Timeline, Tone
+from specpipe.timeline.model import DRAFT_TONES, MEANINGS, Bar, Lane, Round, Timeline, Tone
 from specpipe.timeline.scale import Scale, shares_of
 from specpipe.timeline.strips import tones_in_lanes
 from specpipe.timeline.svg import safe
@@ -29,6 +29,7 @@ from specpipe.timeline.words import (
 TYPICAL_WIDTH: Final = 130  # pixels of a typical round, at first
 OVERVIEW_COLUMNS: Final = 400
 MAX_LABEL_CHARS: Final = 16
+PART: Final = 64  # even, so that every other round stays every other
 
 
 def render(timeline: Timeline) -> str:
@@ -69,20 +70,20 @@ def _header(timeline: Timeline) -> Iterator[str]:
 def _picture(timeline: Timeline) -> Iterator[str]:
     typical_ms = statistics.median([one.duration_ms for one in timeline.rounds] or [timeline.duration_ms / 8]) or 1.0
     length_ms = max(timeline.duration_ms, 1e-3)
+    first_ms = timeline.rounds[0].start_ms if timeline.rounds else 0.0
     yield "<h2>Timeline</h2>"
     yield (
         '<div class="tools" hidden><label for="zoom">Zoom</label><input id="zoom" type="range" min="0" max="100"/>'
-        '<button id="whole" type="button">whole answer</button><button id="rounds" type="button">rounds</button>'
+        '<button id="whole" type="button">zoom out</button><button id="rounds" type="button">rounds</button>'
         '<span class="dim">arrow keys: from round to round; + and -: zoom; click or drag in the overview</span></div>'
     )
     yield from _overview(timeline)
     yield '<div class="scroll" tabindex="0" role="group" aria-label="Timeline; the table below has every round">'
     yield (
         f'<div class="plot" style="--length:{length_ms:.3f};--scale:{TYPICAL_WIDTH / typical_ms:.4f}" '
-        f'data-typical="{typical_ms:.4f}"><div>'
+        f'data-typical="{typical_ms:.4f}" data-first="{first_ms:.3f}"><div class="rounds">'
     )
-    for one in timeline.rounds:
-        yield f'<div class="round" style="{_place(one.start_ms, one.end_ms)}">{one.number}</div>'
+    yield from _parts(timeline.rounds)
     yield "</div>"
     for lane in timeline.lanes:
         yield from _lane(lane)
@@ -98,8 +99,7 @@ def _lane(lane: Lane) -> Iterator[str]:
     if not lane.bars and not lane.marks:
         return
     yield f'<div class="lane" style="--rows:{lane.num_rows}"><h3 title="{safe(lane.process)}">{lane.name}</h3>'
-    for bar in lane.bars:
-        yield _bar(bar)
+    yield from _parts(lane.bars)
     for mark in lane.marks:
         yield (
             f'<div class="mark" style="--at:{mark.at_ms:.3f}" title="{_title(mark.details)}">▴ {safe(mark.text)}</div>'
@@ -107,7 +107,20 @@ def _lane(lane: Lane) -> Iterator[str]:
     yield "</div>"
 
 
-def _bar(bar: Bar) -> str:
+def _parts(drawn: Sequence[Bar] | Sequence[Round]) -> Iterator[str]:
+    """What lies side by side, in parts: a browser leaves alone those that are out of sight."""
+    for first in range(0, len(drawn), PART):
+        part = drawn[first : first + PART]
+        scale = Scale(part[0].start_ms, max(one.end_ms for one in part), 100)  # columns are per cent
+        yield f'<div class="part" style="--at:{scale.start_ms:.3f};--for:{scale.end_ms - scale.start_ms:.3f}">'
+        for one in part:
+            left = scale.place(one.start_ms)
+            place = f"left:{left:.4f}%;width:{scale.place(one.end_ms) - left:.4f}%"
+            yield _bar(one, place) if isinstance(one, Bar) else f'<div class="round" style="{place}">{one.number}</div>'
+        yield "</div>"
+
+
+def _bar(bar: Bar, place: str) -> str:
     name = bar.tone.value
     labels = bar.labels[-1:] if bar.tone in DRAFT_TONES else bar.labels  # draft steps are short
     label = next((f"<b>{safe(text)}</b>" for text in labels if len(text) <= MAX_LABEL_CHARS), "")
@@ -117,12 +130,8 @@ def _bar(bar: Bar) -> str:
     return (
         f'<div class="bar {name} {name}-ink{" failed" if bar.is_failed else ""}"'
         f"{f' id={chr(34)}s{bar.id:x}{chr(34)}' if bar.id else ''}{links}{own_round} "
-        f'style="{_place(bar.start_ms, bar.end_ms)}{row}" title="{_title(bar.details)}">{label}</div>'
+        f'style="{place}{row}" title="{_title(bar.details)}">{label}</div>'
     )
-
-
-def _place(start_ms: float, end_ms: float) -> str:
-    return f"--at:{start_ms:.3f};--for:{end_ms - start_ms:.3f}"
 
 
 def _title(details: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ async def reading(browser: Browser, trace: KeptTrace, folder: Path, **options: A
 
 
 async def scale_of(page: Page) -> float:
-    return float(await page.evaluate("document.querySelector('.plot').style.getPropertyValue('--scale')"))
+    return float(await page.evaluate("document.querySelector('.plot').dataset.scale"))
 
 
 async def test_arrow_keys_go_from_round_to_round_and_say_what_each_was(browser: Browser, tmp_path: Path) -> None:
