@@ -241,12 +241,12 @@ class RequestTrace:
 
     def _note_extension(self, extension: Extension, now_ms: float) -> None:
         assert self._machine is not None
-        key = (extension.session, extension.draft_step)
-        number = self._machine.transcript.statistics.draft_step_number(*key)
+        statistics = self._machine.transcript.statistics
+        number = statistics.draft_step_number(extension.session, extension.draft_step)
         if number > self._num_draft_steps:  # its first extension
             self._num_draft_steps = number
             _remember(self._relay_ms, number, now_ms, MAX_RELAYS)
-            self._rounds.count_draft(key, number, extension.draft_share_ms)
+            self._rounds.count_drafts(extension, number)
 
     def _note_instruction(self, instruction: Instruction, now_ms: float) -> None:
         match instruction:
@@ -290,7 +290,7 @@ class RequestTrace:
                     session.clock.after(self._length_ms[record.base], record.since_open_ms)
                 times_ms = self._place_step(session, record)
                 self._end_prefill(session, (record, times_ms))
-                self._rounds.add_draft((session_id, record.step), record, session.worker, times_ms)
+                self._rounds.add_draft(session_id, record, session.worker, times_ms)
 
     def _bound_verify(self, session: _Session, record: StepRecord) -> None:
         known_ms = max((self._relay_ms[n] for n in record.draft_steps if n in self._relay_ms), default=None)

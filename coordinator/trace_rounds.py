@@ -12,9 +12,8 @@ told even later still finds its parent, and its draft time goes to the next roun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from coordinator.trace_spans import (
     Attributes,
@@ -26,17 +25,16 @@ from coordinator.trace_spans import (
 )
 from specpipe.reports import StepRecord
 from specpipe.spans import Span, SpanEvent
+from specpipe.types import Extension
 
-MAX_DRAFTS = 2048
-"""Draft steps that are remembered for links."""
+MAX_NUMBERS = 2048
+"""Numbers of draft steps that are remembered for links."""
+MAX_UNTOLD = 512
+"""Draft steps of a session that may wait for the extension that tells of them."""
 MAX_REMEMBERED_ROUNDS = 64
 """Rounds that were written and may still get draft steps as children."""
 NUM_OPEN_ROUNDS = 6
 """Newest rounds that are held back: a draft step may take as long as several of them."""
-
-StepKey = tuple[int, int]
-"""A draft session and its worker's number of the step."""
-_Key = TypeVar("_Key")
 
 
 @dataclass(slots=True)
@@ -84,8 +82,8 @@ class Rounds:
         self._has_ranks = has_ranks
         self._open: deque[_Round] = deque()
         self._written: deque[_Round] = deque(maxlen=MAX_REMEMBERED_ROUNDS)
-        self._drafts: dict[StepKey, _Draft] = {}
-        self._by_number: dict[int, _Draft] = {}  # the request's numbers of draft steps
+        self._untold: dict[int, deque[_Draft]] = {}  # by draft session: of no extension yet
+        self._by_number: dict[int, tuple[_Draft, ...]] = {}  # by the request's number: the steps of an extension
         self._waiting: list[_Draft] = []  # for their round
         self._events: list[tuple[float, SpanEvent]] = []  # for theirs
         self._last_end_ms: float | None = None  # of the last round, while its session lives
@@ -97,7 +95,7 @@ class Rounds:
 
     def end_of_drafts(self, numbers: tuple[int, ...]) -> float:
         """When the last of these draft steps, as far as they are known, had ended."""
-        return max((self._by_number[number].end_ms for number in numbers if number in self._by_number), default=0.0)
+        return max((draft.end_ms for draft in self._drafts_of(numbers)), default=0.0)
 
     def add_verify(self, record: StepRecord, number: int, worker: WorkerName, times_ms: tuple[float, float]) -> None:
         """The verification of the request's round `number`."""
@@ -112,14 +110,14 @@ class Rounds:
             parent_id=a_round.span_id,
             process=worker.process,
             attributes=verify_attributes(worker.attributes, record, number),
-            links=tuple(self._by_number[n].span_id for n in record.draft_steps if n in self._by_number),
+            links=tuple(dict.fromkeys(draft.span_id for draft in self._drafts_of(record.draft_steps))),
         )
         self._emit(span)
         self._emit_ranks(span, record, worker.attributes, start_ms)
 
-    def add_draft(self, key: StepKey, record: StepRecord, worker: WorkerName, times_ms: tuple[float, float]) -> None:
+    def add_draft(self, session: int, record: StepRecord, worker: WorkerName, times_ms: tuple[float, float]) -> None:
         draft = _Draft(self._maker.new_id(), record, worker, *times_ms)
-        _remember(self._drafts, key, draft)
+        self._untold.setdefault(session, deque(maxlen=MAX_UNTOLD)).append(draft)
         a_round = self._round_at(draft.start_ms)
         if a_round is None:
             self._waiting.append(draft)
@@ -136,17 +134,47 @@ class Rounds:
 
     # Told by the request's life
 
-    def count_draft(self, key: StepKey, number: int, draft_ms: float) -> None:
-        """Nodes of a draft step came for the first time: the statistics know it by this number."""
-        draft = self._drafts.get(key)
-        if draft is None:
-            self._carried_ms += draft_ms
-            return
-        _remember(self._by_number, number, draft)
+    def count_drafts(self, extension: Extension, number: int) -> None:
+        """Nodes of a draft step came for the first time: the statistics know it by this number, and count the time of
+        all steps since the last extension as its."""
+        drafts = self._take_told(extension)
+        rest_ms = extension.draft_share_ms
+        for draft in drafts:
+            draft_ms = min(draft.record.share_ms, rest_ms)
+            rest_ms -= draft_ms
+            self._count(draft, draft_ms)
+        if drafts:
+            self._count(drafts[-1], rest_ms)  # of steps that only computed text
+        else:
+            self._carried_ms += rest_ms
+        self._by_number[number] = drafts
+        if len(self._by_number) > MAX_NUMBERS:
+            del self._by_number[next(iter(self._by_number))]
+
+    def _take_told(self, extension: Extension) -> tuple[_Draft, ...]:
+        """The steps whose time an extension tells, in order: the newest ones, as many as make it up.
+
+        What is older was not told: in sync mode a chain that a commit cut short.
+        """
+        untold = self._untold.get(extension.session, deque())
+        drafts: deque[_Draft] = deque()
+        rest_ms = extension.draft_share_ms
+        while untold and rest_ms > 1e-6:
+            draft = untold.pop()
+            rest_ms -= draft.record.share_ms
+            drafts.appendleft(draft)
+        untold.clear()
+        return tuple(drafts)
+
+    def _count(self, draft: _Draft, draft_ms: float) -> None:
         if draft.round is None:
-            draft.draft_ms = draft_ms
+            draft.draft_ms += draft_ms
         else:
             self._add_draft_ms(draft.round, draft_ms)
+
+    def _drafts_of(self, numbers: tuple[int, ...]) -> Iterator[_Draft]:
+        for number in numbers:
+            yield from self._by_number.get(number, ())
 
     def settle(self, length: int) -> None:
         """So many tokens are part of the answer. Rounds that can be written are."""
@@ -302,10 +330,3 @@ class Rounds:
                     attributes=attributes,
                 )
             )
-
-
-def _remember(drafts: dict[_Key, _Draft], key: _Key, draft: _Draft) -> None:
-    """The oldest is forgotten beyond the bound."""
-    drafts[key] = draft
-    if len(drafts) > MAX_DRAFTS:
-        del drafts[next(iter(drafts))]

@@ -281,7 +281,7 @@ async def test_a_stopping_coordinator_ends_every_span(service: Cluster, receiver
     await kept_all(service)
     (generate,) = receiver.named("generate")
     assert generate.pb.status.message == "the service is stopping"
-    assert receiver.named("round")[-1].pb.status.message == "the service is stopping"
+    assert {span.pb.status.message for span in receiver.named("round")} <= {"", "the service is stopping"}
     check_tree(receiver.spans, "")
 
 
