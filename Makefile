@@ -73,7 +73,7 @@ demo: setup  ## the main job from nothing: a streamed, pipelined answer of the d
 
 picture: setup  ## docs/images/trace.svg: a real answer of the demo pair, for the README
 	@mkdir -p docs/images
-	$(PYTHON) -m specpipe generate 'class Queue:' --temperature 0.3 --seed 5 --max-tokens 60 --json --trace-file docs/images/trace.svg >/dev/null
+	$(PYTHON) -m specpipe generate 'import unittest' --temperature 0.6 --seed 3 --max-tokens 60 --json --trace-file docs/images/trace.svg >/dev/null
 
 bench: setup  ## speed of off, sync and pipelined, interleaved
 	$(PYTHON) -m benchmarks.modes
