@@ -49,7 +49,7 @@ class Process:
         return "is serving" in self.log
 
     async def end(self) -> int:
-        code = await asyncio.wait_for(self.process.wait(), 20)
+        code = await asyncio.wait_for(self.process.wait(), 60)
         await self._reading
         return code
 
