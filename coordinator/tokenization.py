@@ -160,7 +160,7 @@ def load_tokenization(name: str) -> Tokenization:
     from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoTokenizer
 
-    hub_logging.set_verbosity_error()  # it would say each of its many tries twice, and the error says what came of them
+    hub_logging.set_verbosity(logging.ERROR)  # its tries are many, and the error says what came of them
     logger.info("loading the tokenizer of %s", name)
     folder, arguments = _split_gguf(name)
     try:
