@@ -1,0 +1,280 @@
+"""Every kustomization of k8s/: it renders, Kubernetes knows what is in it, and its parts fit together."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from jsonschema import Draft202012Validator
+from manifests import (
+    ALL,
+    K8S,
+    ROLES,
+    ROOT,
+    SERVICES,
+    Object,
+    all_containers,
+    build,
+    built,
+    container_of,
+    flags,
+    labels_of,
+    name_of,
+    of_kind,
+    pod_of,
+    ports_of,
+    probes_of,
+    workload,
+    workloads,
+)
+
+KUBERNETES = "1.32"
+SCHEMAS = ROOT.parent / "shared/k8s-schemas"
+NOT_OF_KUBERNETES = ("cert-manager.io", "ray.io", "leaderworkerset.x-k8s.io")
+WITHOUT_NAMESPACE = ("Namespace", "ClusterRole", "ClusterRoleBinding", "APIService")
+COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
+
+each_kustomization = pytest.mark.parametrize("name", ALL)
+each_service = pytest.mark.parametrize("name", SERVICES)
+
+
+def with_components(folder: Path, *components: str) -> tuple[Object, ...]:
+    """The base with these, as an overlay of one's own would have them."""
+    paths = {name: os.path.relpath(K8S / name, folder.resolve()) for name in ("base", "components")}
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "specpipe",
+        "resources": [paths["base"]],
+        "components": [f"{paths['components']}/{name}" for name in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return build(folder)
+
+
+def check(objects: tuple[Object, ...]) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for each in objects:
+        group = each["apiVersion"].partition("/")[0]
+        if group not in NOT_OF_KUBERNETES:
+            validate.validate(each, KUBERNETES, strict=True)
+        elif (schema := SCHEMAS / f"{each['apiVersion'].replace('/', '_')}_{each['kind']}.json").is_file():
+            Draft202012Validator(json.loads(schema.read_text())).validate(each)
+
+
+@each_kustomization
+def test_it_renders_and_kubernetes_knows_what_is_in_it(name: str) -> None:
+    objects = built(name)
+    assert objects
+    check(objects)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_each_component_fits_the_base_alone(component: str, tmp_path: Path) -> None:
+    objects = with_components(tmp_path, component)
+    check(objects)
+    assert objects != built("base")
+    assert {each["metadata"].get("namespace") for each in objects if each["kind"] != "Namespace"} == {"specpipe"}
+
+
+@each_kustomization
+def test_every_object_says_in_which_namespace_it_lives_and_stands_there_once(name: str) -> None:
+    objects = [each for each in built(name) if each["kind"] not in WITHOUT_NAMESPACE]
+    assert all(each["metadata"].get("namespace") for each in objects)
+    places = [(each["kind"], each["metadata"]["namespace"], name_of(each)) for each in built(name) if each in objects]
+    assert len(set(places)) == len(places)
+
+
+@each_service
+def test_all_of_a_service_is_in_one_namespace(name: str) -> None:
+    assert {each["metadata"].get("namespace") for each in built(name) if each["kind"] != "Namespace"} == {"specpipe"}
+    assert [name_of(each) for each in of_kind(built(name), "Namespace")] == ["specpipe"]
+
+
+@each_service
+def test_selectors_select_pods_of_one_role(name: str) -> None:
+    objects = built(name)
+    assert sorted(map(name_of, workloads(objects))) == sorted(ROLES)
+    for each in workloads(objects):
+        wanted = {"app.kubernetes.io/part-of": "specpipe", "app.kubernetes.io/component": name_of(each)}
+        assert each["spec"]["selector"]["matchLabels"] == wanted
+        assert labels_of(each) == wanted
+        for spread in pod_of(each)["topologySpreadConstraints"]:
+            assert spread["labelSelector"]["matchLabels"] == wanted
+    for each in of_kind(objects, "Service"):
+        assert each["spec"]["selector"] == labels_of(workload(objects, name_of(each)))
+    for each in of_kind(objects, "PodDisruptionBudget"):
+        assert each["spec"]["selector"]["matchLabels"] == labels_of(workload(objects, name_of(each)))
+    for kind in ("Service", "PodDisruptionBudget"):
+        assert sorted(map(name_of, of_kind(objects, kind))) == sorted(ROLES)
+
+
+@each_service
+def test_commands_are_what_the_command_line_takes(name: str) -> None:
+    """Read by the real parser: an unknown flag, or one without its value, is refused."""
+    from specpipe.cli.app import app
+
+    command: Any = typer.main.get_command(app)
+    for each in workloads(built(name)):
+        arguments = list(container_of(each)["args"])
+        assert arguments[0] == name_of(each)
+        command.commands[arguments[0]].make_context(arguments[0], arguments[1:])
+
+
+@each_service
+def test_ports_are_one_thing_wherever_they_are_named(name: str) -> None:
+    objects = built(name)
+    for each in workloads(objects):
+        given, ports = flags(each), ports_of(each)
+        assert given["--host"] == "0.0.0.0"
+        by_flag = {"grpc": "--port", "health": "--health-port", "metrics": "--metrics-port", "http": "--http-port"}
+        assert ports == {port: int(given[flag]) for port, flag in by_flag.items() if flag in given}
+        assert {probe["grpc"]["port"] for _, probe in probes_of(each)} == {ports["health"]}
+        annotations = each["spec"]["template"]["metadata"]["annotations"]
+        assert annotations == {"prometheus.io/scrape": "true", "prometheus.io/port": str(ports["metrics"])}
+        (service,) = (service for service in of_kind(objects, "Service") if name_of(service) == name_of(each))
+        (port,) = service["spec"]["ports"]
+        assert (port["targetPort"], port["port"]) == ("grpc", ports["grpc"])
+
+
+@each_service
+def test_coordinators_look_for_workers_behind_headless_services(name: str) -> None:
+    objects = built(name)
+    given = flags(workload(objects, "coordinator"))
+    for flag, role in (("--target", "target-worker"), ("--draft", "draft-worker")):
+        assert given[flag] == f"dns:{role}:{ports_of(workload(objects, role))['grpc']}"
+        (service,) = (each for each in of_kind(objects, "Service") if name_of(each) == role)
+        assert service["spec"]["clusterIP"] == "None"
+    assert workload(objects, "target-worker")["spec"]["serviceName"] == "target-worker"
+
+
+@each_service
+def test_probes_tell_a_process_that_is_not_ready_from_one_that_hangs(name: str) -> None:
+    from specpipe.server import LIVENESS
+
+    for each in workloads(built(name)):
+        probes = {kind: probe["grpc"].get("service", "") for kind, probe in probes_of(each)}
+        assert probes["livenessProbe"] == LIVENESS
+        assert probes["readinessProbe"] == ""
+        # A coordinator has started when it waits for workers; a worker, when its model is loaded.
+        assert probes["startupProbe"] == (LIVENESS if name_of(each) == "coordinator" else "")
+
+
+@each_service
+def test_pods_get_the_time_that_their_processes_take_to_end(name: str) -> None:
+    for each in workloads(built(name)):
+        pre_stop = container_of(each).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        assert pod_of(each)["terminationGracePeriodSeconds"] >= pre_stop + float(flags(each)["--grace"]) + 10
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "metrics-adapter"])
+def test_pods_have_no_rights_they_do_not_need_and_say_what_they_use(name: str) -> None:
+    for each in workloads(built(name)):
+        security = pod_of(each)["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod_of(each).get("automountServiceAccountToken", "serviceAccountName" in pod_of(each)) == (
+            "serviceAccountName" in pod_of(each)
+        )
+        for container in all_containers(each):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "metrics-adapter"])
+def test_images_have_a_version(name: str) -> None:
+    for each in workloads(built(name)):
+        for container in all_containers(each):
+            tag = container["image"].rpartition("/")[2].partition(":")[2].lstrip("v")
+            assert tag.count(".") == 2, container["image"]
+            assert all(part.isdecimal() for part in tag.split(".")), container["image"]
+
+
+def test_images_are_of_this_version_and_each_service_has_its_own() -> None:
+    from specpipe import __version__
+
+    for name in SERVICES:
+        images = {name_of(each): container_of(each)["image"] for each in workloads(built(name))}
+        assert {role: image.rpartition("/")[2] for role, image in images.items()} == {
+            role: f"{role}:{__version__}" for role in ROLES
+        }
+
+
+@pytest.mark.parametrize("name", [*SERVICES, "metrics-adapter"])
+def test_what_is_mounted_exists_and_what_exists_is_mounted(name: str) -> None:
+    for each in workloads(built(name)):
+        volumes = [volume["name"] for volume in pod_of(each)["volumes"]]
+        mounted = [mount["name"] for container in all_containers(each) for mount in container["volumeMounts"]]
+        assert set(volumes) == set(mounted)
+        assert len(set(volumes)) == len(volumes)
+        claims = {name_of(claim) for claim in of_kind(built(name), "PersistentVolumeClaim")}
+        used = {
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in pod_of(each)["volumes"]
+            if "persistentVolumeClaim" in volume
+        }
+        assert used <= claims
+
+
+def test_the_gpu_overlay_gives_each_rank_a_gpu() -> None:
+    target = workload(built("overlays/gpu"), "target-worker")
+    resources = container_of(target)["resources"]
+    size = int(flags(target)["--tensor-parallel-size"])
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == size
+    for role in ("target-worker", "draft-worker"):
+        each = workload(built("overlays/gpu"), role)
+        assert flags(each)["--device"] == "cuda"
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod_of(each)["tolerations"]
+
+
+def test_models_and_tokenizer_are_read_from_the_mounted_folder(tmp_path: Path) -> None:
+    for component in ("model-pvc", "model-image"):
+        objects = with_components(tmp_path, component)
+        for role, flag in (("target-worker", "--model"), ("draft-worker", "--model"), ("coordinator", "--tokenizer")):
+            each = workload(objects, role)
+            (path,) = (m["mountPath"] for m in container_of(each)["volumeMounts"] if m["name"] == "models")
+            assert flags(each)[flag].startswith(f"{path}/")
+        assert (
+            flags(workload(objects, "coordinator"))["--tokenizer"]
+            == flags(workload(objects, "target-worker"))["--model"]
+        )
+
+
+def test_certificates_are_those_that_pods_mount_and_name_who_is_called(tmp_path: Path) -> None:
+    objects = with_components(tmp_path, "tls")
+    certificates = {each["spec"]["secretName"]: each["spec"] for each in of_kind(objects, "Certificate")}
+    issuers = {name_of(each) for each in of_kind(objects, "Issuer")}
+    for each in workloads(objects):
+        role, given = name_of(each), flags(each)
+        (volume,) = (volume for volume in pod_of(each)["volumes"] if volume["name"] == "tls")
+        certificate = certificates[volume["secret"]["secretName"]]
+        assert {role, f"{role}.specpipe", f"{role}.specpipe.svc"} <= set(certificate["dnsNames"])
+        assert "server auth" in certificate["usages"]
+        assert ("client auth" in certificate["usages"]) == (role == "coordinator")
+        (mount,) = (m["mountPath"] for m in container_of(each)["volumeMounts"] if m["name"] == "tls")
+        files = {flag: given[flag] for flag in ("--tls-cert", "--tls-key", "--tls-ca")}
+        assert files == {
+            "--tls-cert": f"{mount}/tls.crt",
+            "--tls-key": f"{mount}/tls.key",
+            "--tls-ca": f"{mount}/ca.crt",
+        }
+    assert {spec["issuerRef"]["name"] for spec in certificates.values()} <= issuers
+    assert certificates["client-tls"]["usages"] == ["client auth"]
+
+
+def test_the_base_names_every_service_once_and_the_documentation_names_every_folder() -> None:
+    text = (K8S / "README.md").read_text()
+    folders = {path.parent for path in K8S.rglob("kustomization.yaml")} | {K8S / "docker"}
+    for folder in folders:
+        assert f"`{folder.relative_to(K8S).as_posix()}`" in text, folder
