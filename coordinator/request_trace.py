@@ -10,19 +10,20 @@ Nothing that it does can change an answer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 from coordinator.events import Emit, Event, Fail, Instruction, Kind, Lost, Placement, Received, Send
 from coordinator.state import RequestMachine
 from coordinator.trace_generate import GenerateAttributes
-from coordinator.trace_layout import SessionClock
 from coordinator.trace_rounds import Rounds
-from coordinator.trace_spans import Attributes, SpanMaker, WorkerName, name_worker, prefill_attributes
+from coordinator.trace_sessions import SessionTrace
+from coordinator.trace_spans import Attributes, SpanMaker
 from specpipe.answers import Chunk, Finished
 from specpipe.config import TraceLevel
 from specpipe.errors import RequestCancelledError, SpecpipeError
-from specpipe.reports import Report, StepKind, StepRecord
+from specpipe.reports import Report, SessionEvent, StepKind, StepRecord
 from specpipe.spans import Process, Span, SpanEvent, SpanKind
 from specpipe.telemetry.propagation import traceparent
 from specpipe.types import Closed, Commit, Extension, Failed, NeedTokens
@@ -33,25 +34,11 @@ MAX_RELAYS = 2048
 """Newest draft steps whose extensions' time is remembered, to bound when the target worker knew them."""
 MAX_EVENTS = 256
 """Events of `generate`."""
+MAX_HELD = 32
+"""What workers have told and is not laid out yet, while one of their clocks is not known well."""
 
 EmitSpans = Callable[[str, Sequence[Span], bool], None]
 """Takes the request's id ("" until it is known), spans, and whether they are the last."""
-Step = tuple[StepRecord, tuple[float, float]]
-"""What a worker told of a step, and where it lies: start and end."""
-
-
-@dataclass(slots=True)
-class _Session:
-    """One session on one worker, from Open to its last message."""
-
-    kind: Kind
-    worker: WorkerName
-    opened_ms: float
-    clock: SessionClock
-    prefill: list[Step] = field(default_factory=list)  # told and not written yet
-    has_prefill: bool = False  # one was written
-    first_commit_ms: float | None = None
-    is_over: bool = False
 
 
 class RequestTrace:
@@ -80,7 +67,8 @@ class RequestTrace:
         self._queued_ms: float | None = None
         self._placed_ms: float | None = None  # the first target session was opened
         self._machine: RequestMachine | None = None
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, SessionTrace] = {}
+        self._held: deque[Callable[[], None]] = deque()
         self._target: Placement | None = None
         self._draft: Placement | None = None
         self._lost_target = ""  # why, until the next one is found
@@ -131,7 +119,7 @@ class RequestTrace:
 
     def place(self, kind: Kind, session: int, process: Process, now_ms: float) -> None:
         """A session is about to be opened there."""
-        self._sessions[session] = _Session(kind, name_worker(process), now_ms, SessionClock(now_ms))
+        self._sessions[session] = SessionTrace(kind, process, now_ms, self._maker, self._out.append)
 
     def observe(self, event: Event, instructions: Sequence[Instruction], now_ms: float) -> None:
         """The machine has handled an event. Instructions have not been carried out yet."""
@@ -156,13 +144,11 @@ class RequestTrace:
         if report.num_lost:
             self._num_lost_records += report.num_lost
             self._note_lost(report.num_lost)
-        session.clock.before(now_ms, report.since_open_ms)
+        session.hear(report, now_ms)
         for record in report.steps:
-            self._add_step(report.session, session, record)
+            self._in_order(partial(self._add_step, report.session, session, record))
         for told in report.events:
-            at_ms = session.clock.at(told.since_open_ms)
-            event = self._maker.event(told.kind.value, at_ms, base=told.base, worker=session.worker.process.address)
-            self._rounds.add_event(event, at_ms)
+            self._in_order(partial(self._add_event, session, told))
         self._send()
 
     def session_over(self, session: int, now_ms: float) -> None:
@@ -170,6 +156,7 @@ class RequestTrace:
         ended = self._sessions.get(session)
         if ended is not None and not ended.is_over:
             self._end_session(ended, now_ms)
+            self._send()
         if self.over_ms is not None and all(s.is_over for s in self._sessions.values()):
             self.complete()
 
@@ -180,6 +167,7 @@ class RequestTrace:
         for session in self._sessions.values():
             if not session.is_over:
                 self._end_session(session, self.over_ms)
+        self._release()
         error = "" if self._error is None else str(self._error)
         length = 0 if self._machine is None else len(self._machine.tokens)
         self._events += self._rounds.finish(length, over_ms=self.over_ms, error=error)
@@ -219,6 +207,7 @@ class RequestTrace:
 
     def _lose_target(self, target: Placement, reason: str, now_ms: float) -> None:
         assert self._machine is not None
+        self._release()
         self._lost_target = reason
         self._rounds_before, self._rounds_here = self._rounds_before + self._rounds_here, 0
         lost = self._sessions.get(target.session)
@@ -246,7 +235,7 @@ class RequestTrace:
         if number > self._num_draft_steps:  # its first extension
             self._num_draft_steps = number
             _remember(self._relay_ms, number, now_ms, MAX_RELAYS)
-            self._rounds.count_drafts(extension, number)
+            self._in_order(partial(self._rounds.count_drafts, extension, number))
 
     def _note_instruction(self, instruction: Instruction, now_ms: float) -> None:
         match instruction:
@@ -270,77 +259,54 @@ class RequestTrace:
 
     def _address(self, placement: Placement) -> str:
         session = self._sessions.get(placement.session)
-        return "" if session is None else session.worker.process.address
+        return "" if session is None else session.address
 
     # What workers did
 
-    def _add_step(self, session_id: int, session: _Session, record: StepRecord) -> None:
+    def _in_order(self, act: Callable[[], None]) -> None:
+        """Lay something out once it is known well where it lies: whatever was told before comes first."""
+        self._held.append(act)
+        if len(self._held) > MAX_HELD or not any(session.is_new for session in self._sessions.values()):
+            self._release()
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.popleft()()
+
+    def _add_step(self, session_id: int, session: SessionTrace, record: StepRecord) -> None:
         match record.kind:
             case StepKind.PREFILL:
-                session.prefill.append((record, self._place_step(session, record)))
-                return
+                session.add_prefill(record)
             case StepKind.VERIFY:
                 self._bound_verify(session, record)
-                times_ms = self._place_step(session, record, self._rounds.end_of_drafts(record.draft_steps))
-                self._end_prefill(session, (record, times_ms))
-                number = self._rounds_before + record.round
-                self._rounds.add_verify(record, number, session.worker, times_ms)
+                times_ms = session.place(record, self._rounds.end_of_drafts(record.draft_steps))
+                session.end_prefill(record, times_ms)
+                self._rounds.add_verify(record, self._rounds_before + record.round, session.worker, times_ms)
             case StepKind.DRAFT:
                 if record.base in self._length_ms:
                     session.clock.after(self._length_ms[record.base], record.since_open_ms)
-                times_ms = self._place_step(session, record)
-                self._end_prefill(session, (record, times_ms))
+                times_ms = session.place(record)
+                session.end_prefill(record, times_ms)
                 self._rounds.add_draft(session_id, record, session.worker, times_ms)
 
-    def _bound_verify(self, session: _Session, record: StepRecord) -> None:
+    def _bound_verify(self, session: SessionTrace, record: StepRecord) -> None:
         known_ms = max((self._relay_ms[n] for n in record.draft_steps if n in self._relay_ms), default=None)
         if known_ms is not None:
             session.clock.after(known_ms, record.since_open_ms)
 
-    def _place_step(self, session: _Session, record: StepRecord, not_before_ms: float = 0.0) -> tuple[float, float]:
-        return session.clock.place(record.step, record.since_open_ms, record.forward_ms, not_before_ms)
+    def _add_event(self, session: SessionTrace, told: SessionEvent) -> None:
+        at_ms = session.clock.at(told.since_open_ms)
+        self._rounds.add_event(self._maker.event(told.kind.value, at_ms, base=told.base, worker=session.address), at_ms)
 
-    def _end_session(self, session: _Session, now_ms: float, error: str = "") -> None:
-        session.is_over = True
-        if session.prefill:
-            self._write_prefill(session, error)
-        elif not session.has_prefill:
-            self._write_untold_prefill(session, now_ms, error or str(self._error or ""))
+    def _end_session(self, session: SessionTrace, now_ms: float, error: str = "") -> None:
+        self._release()
+        session.end(now_ms, error=error, request_error=str(self._error or ""))
 
     # Spans
 
     @property
     def _request_id(self) -> str:
         return "" if self._machine is None else self._machine.request.request_id
-
-    def _end_prefill(self, session: _Session, step: Step) -> None:
-        """The first step with a row to decode ends the prefill; of a short prompt it is all of it."""
-        if session.prefill or not session.has_prefill:
-            session.prefill.append(step)
-            self._write_prefill(session)
-
-    def _write_prefill(self, session: _Session, error: str = "") -> None:
-        """What was told of it as one span."""
-        steps, session.prefill, session.has_prefill = session.prefill, [], True
-        self._out.append(
-            self._maker.span(
-                "prefill",
-                steps[0][1][0],
-                steps[-1][1][1],
-                process=session.worker.process,
-                attributes=prefill_attributes(session.worker.attributes, [record for record, _ in steps]),
-                error=error,
-            )
-        )
-
-    def _write_untold_prefill(self, session: _Session, end_ms: float, error: str) -> None:
-        """As seen from here: until the first commit, or until the session was lost or the request ended before."""
-        if session.first_commit_ms is not None:
-            end_ms, error = session.first_commit_ms, ""
-        elif not error or session.kind is Kind.DRAFT:
-            return
-        attributes = session.worker.attributes
-        self._out.append(self._maker.span("prefill", session.opened_ms, end_ms, attributes=attributes, error=error))
 
     def _write_queue(self, end_ms: float, error: str) -> None:
         assert self._queued_ms is not None

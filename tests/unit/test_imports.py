@@ -39,6 +39,7 @@ PURE = (
     "coordinator/trace_generate.py",
     "coordinator/trace_layout.py",
     "coordinator/trace_rounds.py",
+    "coordinator/trace_sessions.py",
     "coordinator/trace_spans.py",
     "coordinator/transcript.py",
     "draft_worker/scheduler.py",

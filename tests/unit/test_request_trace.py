@@ -321,6 +321,8 @@ def test_ranks_are_told_at_level_debug_alone() -> None:
         story.admit()
         story.verify(3.0, 5.0, base=3, rank_ms=(5.0, 4.0))
         story.run(20.0)
+        story.cancel()
+        end(story)
         ranks = story.named("rank")
         assert [span.attributes["specpipe.forward_ms"] for span in ranks] == [5.0, 4.0][:num_ranks]
         assert all(parents(story.spans)[span.parent_id].name == "verify" for span in ranks)

@@ -119,3 +119,14 @@ def test_no_step_is_further_from_the_truth_than_a_hop(seed: int, max_hop_ms: flo
     story.run(1_000.0)
     found_ms = [story.ms(span.start_unix_nanos) for span in story.named("verify")]
     assert all(abs(found - true) <= max_hop_ms for found, true in zip(found_ms, true_ms, strict=True))
+
+
+def test_a_first_report_that_waited_long_moves_nothing() -> None:
+    hops_ms = iter([1.0, 1.0, 8.0, 3.0, *[1.0] * 40])  # two Opens, the first two reports, all others
+    story = Story(hop_ms=lambda: next(hops_ms))
+    story.admit()
+    true_ms = [3.0 + 5.0 * i for i in range(12)]
+    for i, start_ms in enumerate(true_ms):
+        story.verify(start_ms, 5.0, base=3 + i)
+    story.run(100.0)
+    assert [story.ms(span.start_unix_nanos) for span in story.named("verify")] == pytest.approx(true_ms, abs=0.01)

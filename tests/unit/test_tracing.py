@@ -139,6 +139,8 @@ def test_what_is_asked_for_is_kept_and_not_exported_if_it_is_not_sampled() -> No
     story.admit()
     story.verify(3.0, 5.0, base=3)
     story.run(20.0)
+    story.cancel()
+    story.close()
     assert story.named("verify")
     assert not story.exported.spans
 
@@ -248,12 +250,13 @@ def test_an_id_that_is_used_again_finds_the_newer_request() -> None:
 def test_what_is_known_of_a_live_request_is_found_by_start() -> None:
     story = Story()
     story.admit()
-    story.verify(3.0, 5.0, base=3)
+    for i in range(3):
+        story.verify(3.0 + 5 * i, 5.0, base=3 + i)
     story.run(20.0)
     found = story.tracing.find("r")
     assert found is not None
     assert not found.is_complete
-    assert [span.name for span in found.spans] == ["tokenize", "queue", "prefill", "verify"]
+    assert [span.name for span in found.spans] == ["tokenize", "queue", "prefill", "verify", "verify", "verify"]
 
 
 def test_numbers_of_exported_and_lost_spans_are_told() -> None:
