@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from coordinator.events import Emit, Event, Fail, Instruction, Kind, Lost, Placement, Received, Send
@@ -32,6 +33,10 @@ MAX_LENGTHS = 256
 """Newest commits whose time is remembered, to bound when a draft worker heard of them."""
 MAX_RELAYS = 2048
 """Newest draft steps whose extensions' time is remembered, to bound when the target worker knew them."""
+MAX_RECORDS = 65_536
+"""Records that are laid out of one request: some for each of its tokens. What a worker tells beyond it is lost."""
+MAX_UNSETTLED = 1024
+"""Records that wait for others. A worker that tells of rounds that never come tells the rest in vain."""
 MAX_EVENTS = 256
 """Events of `generate`."""
 MAX_HELD = 32
@@ -79,6 +84,7 @@ class RequestTrace:
         self._num_draft_steps = 0
         self._error: SpecpipeError | None = None
         self._events: list[SpanEvent] = []
+        self._num_records = 0
         self._num_lost_records = 0
         self._out: list[Span] = []
         self._rounds = Rounds(maker, self._out.append, has_ranks=level == "debug")
@@ -141,6 +147,7 @@ class RequestTrace:
         session = self._sessions.get(report.session)
         if session is None or session.is_over or self.is_complete:
             return
+        report = self._bounded(report, session)
         if report.num_lost:
             self._num_lost_records += report.num_lost
             self._note_lost(report.num_lost)
@@ -150,6 +157,15 @@ class RequestTrace:
         for told in report.events:
             self._in_order(partial(self._add_event, session, told))
         self._send()
+
+    def _bounded(self, report: Report, session: SessionTrace) -> Report:
+        """The report, or what is left of one that there is no room for."""
+        num_records = len(report.steps) + len(report.events)
+        is_full = self._rounds.num_held + session.num_held > MAX_UNSETTLED
+        if is_full or self._num_records + num_records > MAX_RECORDS:
+            return replace(report, steps=(), events=(), num_lost=report.num_lost + num_records)
+        self._num_records += num_records
+        return report
 
     def session_over(self, session: int, now_ms: float) -> None:
         """No more messages of it come. Once the request is over and all its sessions are, the trace is complete."""

@@ -91,6 +91,11 @@ class Rounds:
         self._carried_ms = 0.0  # draft time of rounds that were written before it was told
         self._draft_ms = self._exposed_ms = self._hidden_ms = 0.0  # of the rounds written so far
 
+    @property
+    def num_held(self) -> int:
+        """What waits for something that is still to be told."""
+        return len(self._open) + len(self._waiting) + len(self._events)
+
     # Told by workers
 
     def end_of_drafts(self, numbers: tuple[int, ...]) -> float:

@@ -54,6 +54,11 @@ class SessionTrace:
 
     # Prefill
 
+    @property
+    def num_held(self) -> int:
+        """Steps of a prefill whose end has not been told."""
+        return len(self._prefill)
+
     def add_prefill(self, record: StepRecord) -> None:
         self._prefill.append((record, self.place(record)))
 

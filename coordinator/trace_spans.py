@@ -14,6 +14,8 @@ from specpipe.spans import AttributeValue, Process, Span, SpanEvent, SpanKind
 
 Attributes = dict[str, AttributeValue]
 
+MAX_NANOS = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceIdentity:
@@ -37,7 +39,8 @@ class SpanMaker:
     anchor_unix_nanos: int
 
     def nanos(self, at_ms: float) -> int:
-        return self.anchor_unix_nanos + round((at_ms - self.anchor_ms) * 1e6)
+        """Within what every receiver can hold, whatever durations a worker tells."""
+        return min(max(0, self.anchor_unix_nanos + round((at_ms - self.anchor_ms) * 1e6)), MAX_NANOS)
 
     def span(
         self,

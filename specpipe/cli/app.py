@@ -6,6 +6,7 @@ Owns: registration and exit codes. Each subcommand's body lives in a module of i
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -64,6 +65,7 @@ app.command("target-worker")(target_worker)
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
     _open_missing_streams()
+    _accept_any_text()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     try:
         sys.stdout.flush()
@@ -114,6 +116,13 @@ def _open_missing_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+
+
+def _accept_any_text() -> None:
+    """An answer may hold characters that the terminal's or the file's encoding lacks: they are shown as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _drop_stdout() -> None:

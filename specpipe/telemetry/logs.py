@@ -15,6 +15,11 @@ from specpipe.errors import ConfigError
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOG_LEVELS: Final[tuple[str, ...]] = get_args(LogLevel)
 FORWARDED: Final = {"is_forwarded": True}
+_ESCAPES: Final = {
+    code: ascii(chr(code))[1:-1]
+    for code in (*range(32), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(code) != "\t"
+}
 
 
 def configure_logging(level: str, role: str = "") -> None:
@@ -43,5 +48,15 @@ class _StderrHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
+    """A message is one line without control characters: it may hold what a client or a peer has sent."""
+
     def format(self, record: logging.LogRecord) -> str:
-        return record.getMessage() if hasattr(record, "is_forwarded") else super().format(record)
+        return _visible(record.getMessage()) if hasattr(record, "is_forwarded") else super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = _visible(record.message)
+        return super().formatMessage(record)
+
+
+def _visible(text: str) -> str:
+    return text.translate(_ESCAPES)

@@ -34,7 +34,7 @@ class LyingWorker:
                 "incarnation": new_incarnation(),
                 "model": model,
                 "num_slots": 1000,
-                "max_sessions": 64,
+                "max_sessions": 0,  # any number: it never says that one is over
             }
             | (hello or {})
         )

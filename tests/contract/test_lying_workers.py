@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from specpipe.rpc.v1 import worker_pb2
 from specpipe.types import Mode
 
 Pb = worker_pb2
+MAX_TOLD = 3
 MAX32, MAX64 = 2**32 - 1, 2**64 - 1
 NAN, INF = float("nan"), float("inf")
 
@@ -82,11 +84,11 @@ def draft_lies(name: str, session: int, base: int) -> Iterator[Pb.Batch]:
         case "proposals":
             yield Pb.Batch(extensions=[many_proposals(session, base, 1, 500_000)])
         case "many proposals":
-            yield Pb.Batch(extensions=[many_proposals(session, base, 4096, 64) for _ in range(8)])
+            yield Pb.Batch(extensions=[many_proposals(session, base, 4096, 64)])
         case "wide":
-            yield Pb.Batch(extensions=[chain(session, base, 4096, parents=[0] * 4096) for _ in range(40)])
+            yield Pb.Batch(extensions=[chain(session, base, 4096, parents=[0] * 4096) for _ in range(6)])
         case "deep":
-            yield Pb.Batch(extensions=[chain(session, base, 4096) for _ in range(40)])
+            yield Pb.Batch(extensions=[chain(session, base, 4096) for _ in range(6)])
         case "malformed":
             yield Pb.Batch(
                 extensions=[
@@ -130,16 +132,20 @@ def draft_lies(name: str, session: int, base: int) -> Iterator[Pb.Batch]:
                 closes=[Pb.Close(session=session)],
             )
         case "reports":
-            step = Pb.StepRecord(kind=3, step=MAX64, round=MAX32, forward_ms=1.7e308, since_open_ms=1.7e308)
-            event = Pb.SessionEvent(kind=1, since_open_ms=1.7e308, base=MAX32)
+            long = 1e11  # as long as a duration may be
+            step = Pb.StepRecord(kind=3, step=MAX64, round=MAX32, forward_ms=long, since_open_ms=long, base=MAX32)
+            steps = [Pb.StepRecord(kind=i % 4, step=i, round=i, forward_ms=long, base=MAX32) for i in range(512)]
+            event = Pb.SessionEvent(kind=1, since_open_ms=long, base=MAX32)
             yield Pb.Batch(
                 reports=[
+                    Pb.Report(session=session, since_open_ms=1.7e308, steps=steps),
+                    Pb.Report(session=session, since_open_ms=long, steps=steps, events=[event]),
                     Pb.Report(session=session, since_open_ms=NAN),
                     Pb.Report(session=session, steps=[step] * 513),
                     Pb.Report(session=session, steps=[Pb.StepRecord(kind=77)], events=[Pb.SessionEvent(kind=9)]),
                     Pb.Report(session=session, steps=[Pb.StepRecord(kind=1, rank_ms=[-1.0])]),
                     Pb.Report(session=session, steps=[step] * 512, events=[event] * 512, num_lost=MAX32),
-                    *[Pb.Report(session=session, steps=[step] * 512, num_lost=MAX32)] * 100,
+                    *[Pb.Report(session=session, steps=steps, num_lost=MAX32)] * 4,
                     Pb.Report(session=MAX64, steps=[step]),
                 ]
             )
@@ -160,16 +166,20 @@ DRAFT_LIES = [
 
 
 class Telling:
-    """Tells the lie of the moment, once a session."""
+    """Tells the lie of the moment: a draft worker a few times a session, a target worker once."""
 
     def __init__(self) -> None:
         self.name = ""
         self.num_told = 0
         self._heard = Heard()
+        self._num_told_of: Counter[int] = Counter()
 
     def draft_lie(self, batch: Pb.Batch) -> Iterator[Pb.Batch]:
         self._heard.note(batch)
         for session in {message.session for message in (*batch.opens, *batch.commits)} & self._heard.bases.keys():
+            self._num_told_of[session] += 1
+            if self._num_told_of[session] > MAX_TOLD:
+                continue
             self.num_told += 1
             yield from draft_lies(self.name, session, self._heard.bases[session])
 
@@ -177,6 +187,12 @@ class Telling:
         for opened in batch.opens:
             self.num_told += 1
             yield from target_lies(self.name, opened)
+
+
+@pytest.fixture(autouse=True)
+def soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that failed a session for now is asked again soon: liars fail every one."""
+    monkeypatch.setattr("coordinator.driver.AVOID_MS", 20.0)
 
 
 async def test_no_lie_of_a_draft_worker_changes_an_answer_or_costs_the_target_its_place(
@@ -188,12 +204,18 @@ async def test_no_lie_of_a_draft_worker_changes_an_answer_or_costs_the_target_it
         expected = await plain(service)
         (target,) = service.coordinator.pools[Kind.TARGET]
         for telling.name in DRAFT_LIES:
-            await wait_until(lambda: service.coordinator.pools[Kind.DRAFT].place(1000 * time.monotonic()) is not None)
-            requests = [ask(mode=mode) for mode in (Mode.SYNC, Mode.PIPELINED)]
+            await wait_until(
+                lambda: service.coordinator.pools[Kind.DRAFT].place(1000 * time.monotonic()) is not None, timeout_s=40
+            )
+            requests = [
+                ask(mode=mode, trace=True, request_id=f"{telling.name} {mode.value}")
+                for mode in (Mode.SYNC, Mode.PIPELINED)
+            ]
             answers = await asyncio.gather(*(service.client.answer(r, timeout_s=60) for r in requests))
             assert [answer.token_ids for answer in answers] == [expected] * 2, telling.name
-            for answer in answers:
+            for request, answer in zip(requests, answers, strict=True):
                 check_sums(answer.finished)
+                assert 0 < len((await service.client.get_trace(request.request_id)).spans) < 10_000, telling.name
             assert telling.num_told > 0, f"{telling.name}: nobody listened"
             telling.num_told = 0
             assert target in service.coordinator.pools[Kind.TARGET], f"{telling.name}: the target was lost"
@@ -289,6 +311,14 @@ def target_lies(name: str, opened: Pb.Open) -> Iterator[Pb.Batch]:
                 closes=[Pb.Close(session=session)],
                 commits=[commit(opened, base, whole, finish_reason=2)],
             )
+        case "reports":
+            steps = [
+                Pb.StepRecord(kind=k, step=i, round=i, base=MAX32, forward_ms=1e11, since_open_ms=1e11, rank_ms=[1e11])
+                for i in range(1, 256)
+                for k in (2, 3)
+            ]
+            yield Pb.Batch(reports=[Pb.Report(session=session, since_open_ms=1e11, steps=steps)] * 20)
+            yield Pb.Batch(commits=[commit(opened, base, whole, finish_reason=2)])
         case "many extensions":
             yield Pb.Batch(
                 extensions=[extension(session, base)] * 2_000, commits=[commit(opened, base, whole, finish_reason=2)]
@@ -299,7 +329,8 @@ def target_lies(name: str, opened: Pb.Open) -> Iterator[Pb.Batch]:
 
 TARGET_LIES = [
     "hole", "contradiction", "beyond", "endless", "empty end", "vocabulary", "origins", "unknown origin", "no origin",
-    "unknown end", "sums", "rounds", "steps", "needs", "twice", "codes", "closed", "foreign", "many extensions",
+    "unknown end", "sums", "rounds", "steps", "needs", "twice", "codes", "closed", "foreign", "reports",
+    "many extensions",
 ]  # fmt: skip
 
 
@@ -311,9 +342,16 @@ async def test_a_lie_of_a_target_worker_ends_its_requests_and_nothing_else(caplo
         before = [connection.number for pool in pools for connection in pool]
         for telling.name in TARGET_LIES:
             outcomes = await asyncio.gather(
-                *(service.client.answer(ask(mode=mode), timeout_s=20) for mode in (Mode.PIPELINED, Mode.OFF)),
+                *(
+                    service.client.answer(
+                        ask(mode=mode, trace=True, request_id=f"{telling.name} {mode.value}"), timeout_s=20
+                    )
+                    for mode in (Mode.PIPELINED, Mode.OFF)
+                ),
                 return_exceptions=True,
             )
+            trace = await service.client.get_trace(f"{telling.name} {Mode.OFF.value}")
+            assert 0 < len(trace.spans) < 10_000, telling.name
             for outcome in outcomes:
                 check_outcome(telling.name, outcome)
             await wait_until(lambda: is_idle(service))

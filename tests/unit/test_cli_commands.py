@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import typer
 
-from specpipe.cli.app import app, run
+from specpipe.cli.app import app, main, run
 from specpipe.cli.flags import ServerFlags, TlsFlags
 from specpipe.cli.services import server_config
 
@@ -210,6 +211,20 @@ def test_a_service_that_cannot_draft_in_the_mode_asked_for_says_so(
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"specpipe {version('specpipe')}\n"
+
+
+def test_what_the_encoding_of_a_terminal_lacks_is_shown_as_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is a model's; it may hold anything, on a machine whose locale is old."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "a", "--mode", "schnell \N{LATIN SMALL LETTER U WITH DIAERESIS}ber alles"])
+    assert ended.value.code == 2
+    sys.stdout.write("caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+    for stream, wanted in ((out, b"caf\\xe9"), (err, b"schnell \\xfcber")):
+        stream.flush()
+        assert wanted in stream.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_misspelt_option_is_never_told_of_hidden_ones(capsys: pytest.CaptureFixture[str]) -> None:

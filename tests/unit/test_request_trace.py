@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from trace_story import PROMPT, Story, a_hit_and_miss_story, a_request
 
 from coordinator.events import Kind
 from coordinator.requests import Question
 from specpipe.config import TelemetryConfig
 from specpipe.errors import ErrorCode, InvalidRequestError
-from specpipe.reports import SessionEventKind
+from specpipe.reports import Report, SessionEvent, SessionEventKind, StepKind, StepRecord
 from specpipe.spans import Role, Span, SpanKind
+from specpipe.telemetry.codec_otlp import export_request
 from specpipe.types import Commit, Failed, FinishReason, Origin
 
 GOLDEN = Path(__file__).parent / "golden" / "trace.json"
@@ -417,3 +419,30 @@ def test_the_tree_of_a_request_is_the_golden_one() -> None:
     if not GOLDEN.exists():
         GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
     assert found == json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("kind", list(StepKind))
+def test_a_flood_of_steps_that_lead_to_nothing_costs_little_and_every_span_can_be_sent(kind: StepKind) -> None:
+    """Rounds beyond all tokens, drafts of rounds that never come, prefills without end, each of them years long."""
+    story = Story()
+    story.admit()
+    worker = story.of(Kind.DRAFT if kind is StepKind.DRAFT else Kind.TARGET)
+    for number in range(1, 200):
+        steps = tuple(
+            StepRecord(
+                kind=kind, step=number * 1000 + i, round=number * 1000 + i, base=2**32 - 1, since_open_ms=1e11,
+                forward_ms=1e11,
+            )
+            for i in range(100)
+        )  # fmt: skip
+        events = (SessionEvent(kind=SessionEventKind.RESYNC, since_open_ms=1e11),) * 100
+        story.say(worker, 3.0, Report(session=worker.session, since_open_ms=1e11, steps=steps, events=events))
+    story.verify(4.0, 5.0, base=3)
+    story.run(20.0)
+    finish(story, 4)
+    assert len(story.exported.spans) < 5000
+    (generate,) = story.named("generate")
+    assert int(generate.attributes["specpipe.num_lost_records"]) > 30_000  # type: ignore[arg-type]
+    times = [nanos for span in story.exported.spans for nanos in (span.start_unix_nanos, span.end_unix_nanos)]
+    assert 0 <= min(times) <= max(times) < 2**63
+    assert ExportTraceServiceRequest.FromString(export_request(story.exported.spans).SerializeToString())

@@ -38,3 +38,13 @@ def test_a_forwarded_line_has_one_time_and_one_name() -> None:
 def test_an_unknown_level_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="debug, info, warning, error, got 'loud'"):
         configure_logging("loud")
+
+
+@pytest.mark.parametrize("extra", [None, FORWARDED])
+def test_what_a_client_sent_is_part_of_one_line_and_moves_no_cursor(extra: dict[str, bool] | None) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        configure_logging("info")
+        sent = "x\nerror: no \x1b[2J\r\u202egnp\u2028 but\tthis, é and 中 stay"
+        logging.getLogger("service").info("request %s ends", sent, extra=extra)
+    [line] = stderr.getvalue().splitlines()
+    assert line.endswith("x\\nerror: no \\x1b[2J\\r\\u202egnp\\u2028 but\tthis, é and 中 stay ends")
