@@ -95,11 +95,12 @@ def service_json(facts: ServiceFacts | None) -> dict[str, Any]:
 
 def state_json(coordinator: Coordinator) -> dict[str, Any]:
     """What changes: requests, and each worker that is looked for. The words of states are those of docs/metrics.md."""
+    workers = sorted(coordinator.workers, key=lambda worker: worker[0] is not Kind.TARGET)  # targets first
     return {
         "is_ready": coordinator.is_ready,
         "is_stopping": coordinator.is_stopping,
         "requests": {"running": coordinator.num_running, "waiting": coordinator.num_waiting},
-        "workers": [_worker_json(kind, address, coordinator.pools[kind]) for kind, address in coordinator.workers],
+        "workers": [_worker_json(kind, address, coordinator.pools[kind]) for kind, address in workers],
     }
 
 

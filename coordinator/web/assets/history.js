@@ -37,6 +37,12 @@ export class History {
     return [...this.lanes.values()].sort((a, b) => rank(a) - rank(b));
   }
 
+  // From the first step that is kept to the end of the last one.
+  extent() {
+    const starts = [...this.lanes.values()].flatMap(({ bars }) => (bars.length ? [bars[0].start] : []));
+    return starts.length ? this.lastEnd - Math.min(...starts) : 0;
+  }
+
   add(spans) {
     for (const span of spans) {
       const kind = KINDS[span.role];

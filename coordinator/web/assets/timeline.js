@@ -141,7 +141,7 @@ function fittingLength(width) {
   const step = ordinaryStep();
   const isGood = (step * width) / fitting >= 0.7 * MIN_STEP_PX && (step * width) / fitting <= 4 * MIN_STEP_PX;
   if (!isGood) fitting = SPANS_MS.filter((length) => (step * width) / length >= MIN_STEP_PX).at(-1) ?? SPANS_MS[0];
-  return fitting;
+  return Math.min(fitting, SPANS_MS.find((length) => length >= history.extent() + REST_MS) ?? fitting);
 }
 
 function ordinaryStep() {
