@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 
 from coordinator.answer_stream import AnswerStream
 from coordinator.detokenizer import AnswerText
+from coordinator.discovery import Resolve, resolve_name
 from coordinator.events import (
     Admitted,
     Emit,
@@ -71,6 +72,7 @@ class Coordinator:
         *,
         settings: DriverSettings | None = None,
         connect: Connect | None = None,
+        resolve: Resolve = resolve_name,
         tracing: Tracing | None = None,
         metrics: CoordinatorMetrics | None = None,
     ) -> None:
@@ -80,7 +82,7 @@ class Coordinator:
         self.settings = settings or DriverSettings()
         self.is_stopping = False
         connect = connect or functools.partial(connect_worker, tls=config.server.tls)
-        self._links = WorkerLinks(config, self.settings, connect, self)
+        self._links = WorkerLinks(config, self.settings, connect, self, resolve)
         self._session_ids = itertools.count(secrets.randbits(62) + 1)
         self._streams: set[AnswerStream] = set()  # until their readers are gone
         self._live: dict[str, AnswerStream] = {}  # by request id, until they are answered
@@ -90,7 +92,7 @@ class Coordinator:
         self._idle = asyncio.Event()
         self._idle.set()
         if metrics is not None:
-            metrics.watch(self, {Kind.TARGET: config.targets, Kind.DRAFT: config.drafts})
+            metrics.watch(self)
             metrics.watch_tracing(self.tracing)
 
     # Life
@@ -136,6 +138,11 @@ class Coordinator:
     def num_waiting(self) -> int:
         """Requests in the queue."""
         return len(self._queue)
+
+    @property
+    def workers(self) -> list[tuple[Kind, str]]:
+        """Kind and address of all that are dialled, connected or not."""
+        return self._links.workers
 
     @property
     def is_ready(self) -> bool:

@@ -1,7 +1,10 @@
 """The links to workers: dialled for ever, checked, watched.
 
 Owns: the tasks that dial and read, the pools of live connections, when a worker is taken for lost. Must not know:
-requests, what a message means, which workers fit (`coordinator.fit`). What is read goes to the owner.
+requests, what a message means, which workers fit (`coordinator.fit`), what names stand for (`coordinator.discovery`).
+What is read goes to the owner.
+
+A worker that its name no longer stands for gets no new sessions; when it has none, it is not dialled any more.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from coordinator.discovery import Name, Resolve, is_name, resolve_name
 from coordinator.events import Kind
 from coordinator.fit import Fit
 from coordinator.pools import Backoff, Connection, Link, Pool
@@ -50,18 +54,31 @@ def connect_worker(
 
 
 class WorkerLinks:
-    """All links of a coordinator, one for each worker of its configuration."""
+    """All links of a coordinator, one for each worker that its configuration names or that a name stands for."""
 
-    def __init__(self, config: CoordinatorConfig, settings: DriverSettings, connect: Connect, owner: LinkOwner) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        settings: DriverSettings,
+        connect: Connect,
+        owner: LinkOwner,
+        resolve: Resolve = resolve_name,
+    ) -> None:
         self.pools = {kind: Pool(kind) for kind in Kind}
         self.fit = Fit(self._target_link)
-        self._addresses = {Kind.TARGET: config.targets, Kind.DRAFT: config.drafts}
+        self._resolve = resolve
+        sources = {Kind.TARGET: config.targets, Kind.DRAFT: config.drafts}
+        self._addresses = {kind: [s for s in dict.fromkeys(given) if not is_name(s)] for kind, given in sources.items()}
+        self._names = {kind: [Name(s) for s in dict.fromkeys(given) if is_name(s)] for kind, given in sources.items()}
+        self._workers = {(kind, address): None for kind in Kind for address in self._addresses[kind]}  # in order
+        self._leaving: set[tuple[Kind, str]] = set()  # still dialled, but their name stands for them no longer
         self._settings = settings
         self._connect = connect
         self._owner = owner
         self._incarnation = new_incarnation()
         self._numbers = itertools.count(1)
         self._first_tries: dict[tuple[Kind, str], asyncio.Future[str]] = {}  # why the worker does not fit; "": it does
+        self._first_answers: list[asyncio.Future[None]] = []  # of the names
         self._problems: dict[tuple[Kind, str], str] = {}  # of workers that are not connected: what was wrong last
         self._patience: dict[int, asyncio.Timeout] = {}  # by connection number: ends the reading of a silent link
 
@@ -69,15 +86,22 @@ class WorkerLinks:
         for pool in self.pools.values():
             yield from pool
 
+    @property
+    def workers(self) -> list[tuple[Kind, str]]:
+        """All that are dialled now, connected or not."""
+        return list(self._workers)
+
     def get(self, number: int) -> Connection | None:
         return self.pools[Kind.TARGET].get(number) or self.pools[Kind.DRAFT].get(number)
 
     def start(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Begin to dial every worker. The tasks run until they are cancelled."""
-        loop = asyncio.get_running_loop()
-        workers = [(kind, address) for kind, group in self._addresses.items() for address in dict.fromkeys(group)]
-        self._first_tries = {worker: loop.create_future() for worker in workers}
-        return [group.create_task(self._keep_connected(*worker), name=f"keep {worker[1]}") for worker in workers]
+        tasks = [self._dial(group, kind, address) for kind in Kind for address in self._addresses[kind]]
+        for kind, name in [(of, name) for of in Kind for name in self._names[of]]:
+            answered = asyncio.get_running_loop().create_future()
+            self._first_answers.append(answered)
+            tasks.append(group.create_task(self._follow(group, kind, name, answered), name=f"follow {name.source}"))
+        return tasks
 
     async def wait_ready(self) -> ModelInfo:
         """Returns when a target worker is there and every worker has been tried once.
@@ -85,7 +109,9 @@ class WorkerLinks:
         Raises ModelMismatchError if one of the first tries found a worker that does not fit.
         """
         model = await self.fit.target()
-        tries = self._first_tries.values()
+        if self._first_answers:
+            await asyncio.wait(self._first_answers, timeout=self._settings.max_first_try_s)
+        tries = list(self._first_tries.values())
         await asyncio.wait(tries, timeout=self._settings.max_first_try_s)
         for outcome in tries:
             if outcome.done() and outcome.result():
@@ -96,10 +122,18 @@ class WorkerLinks:
     def awaited(self) -> str:
         """What a start waits for; see `wait_ready`."""
         if self.fit.model is None:
-            sought = [self._problems.get((Kind.TARGET, a), f"target worker {a}") for a in self._addresses[Kind.TARGET]]
-            return f"no target worker is connected ({'; '.join(dict.fromkeys(sought))})"
+            return f"no target worker is connected ({'; '.join(dict.fromkeys(self._sought_targets()))})"
         untried = [f"{kind.value} worker {at}" for (kind, at), tried in self._first_tries.items() if not tried.done()]
         return f"it waits for {', '.join(untried)}" if untried else "its tokenizer is being loaded"
+
+    def _sought_targets(self) -> Iterator[str]:
+        """Each target worker, or what is wrong with it."""
+        for name in self._names[Kind.TARGET]:
+            if not name.addresses:
+                yield f"{name.source} stands for no worker yet"
+        found = [address for name in self._names[Kind.TARGET] for address in name.addresses]
+        for address in (*self._addresses[Kind.TARGET], *found):
+            yield self._problems.get((Kind.TARGET, address), f"target worker {address}")
 
     def watch(self, connection: Connection, passed_s: float) -> None:
         """Time has passed in which the coordinator itself was at work: count the silence."""
@@ -110,6 +144,51 @@ class WorkerLinks:
 
     def _target_link(self) -> Link | None:
         return next((connection.link for connection in self.pools[Kind.TARGET] if not connection.is_suspect), None)
+
+    def _dial(self, group: asyncio.TaskGroup, kind: Kind, address: str) -> asyncio.Task[None]:
+        self._workers[kind, address] = None
+        self._first_tries.setdefault((kind, address), asyncio.get_running_loop().create_future())
+        return group.create_task(self._keep_connected(kind, address), name=f"keep {address}")
+
+    async def _follow(self, group: asyncio.TaskGroup, kind: Kind, name: Name, answered: asyncio.Future[None]) -> None:
+        """Dial whatever the name stands for, for ever. What it stood for once is left when it has no sessions."""
+        dials: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                change = await name.ask(self._resolve)
+                self._mark_leaving(kind, change.removed, is_leaving=True)
+                self._mark_leaving(kind, change.added, is_leaving=False)
+                for address in change.added:
+                    if address not in dials and address not in self._addresses[kind]:
+                        dials[address] = self._dial(group, kind, address)
+                for address in [a for a in dials if (kind, a) in self._leaving and not self._has_sessions(kind, a)]:
+                    self._forget(kind, address, dials.pop(address))
+                if not answered.done():
+                    answered.set_result(None)
+                await asyncio.sleep(self._settings.resolve_every_s)
+        finally:
+            for task in dials.values():
+                task.cancel()
+
+    def _mark_leaving(self, kind: Kind, addresses: Iterable[str], *, is_leaving: bool) -> None:
+        for address in addresses:
+            if address in self._addresses[kind]:
+                continue  # named for itself too
+            (self._leaving.add if is_leaving else self._leaving.discard)((kind, address))
+            logger.info("%s worker %s %s", kind.value, address, "is leaving" if is_leaving else "is found")
+        for connection in self.pools[kind]:
+            connection.is_leaving = (kind, connection.address) in self._leaving
+
+    def _has_sessions(self, kind: Kind, address: str) -> bool:
+        return any(connection.sessions for connection in self.pools[kind] if connection.address == address)
+
+    def _forget(self, kind: Kind, address: str, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._leaving.discard((kind, address))
+        self._problems.pop((kind, address), None)
+        self._note_first_try(kind, address, "")
+        del self._first_tries[kind, address], self._workers[kind, address]
+        logger.info("%s worker %s has left", kind.value, address)
 
     async def _keep_connected(self, kind: Kind, address: str) -> None:
         """Dial for ever. What goes wrong is logged when it changes."""
@@ -132,6 +211,7 @@ class WorkerLinks:
         first = await self._first_batch(kind, link)
         await self.fit.check(kind, address, link)  # a target is in its pool as soon as drafts hear of it
         connection = Connection(next(self._numbers), kind, address, link)
+        connection.is_leaving = (kind, address) in self._leaving
         self.pools[kind].add(connection)
         self._note_first_try(kind, address, "")
         self._problems.pop((kind, address), None)

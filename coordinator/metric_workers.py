@@ -32,13 +32,15 @@ class Coordinating(Protocol):
     @property
     def pools(self) -> Mapping[Kind, Pool]: ...
 
+    @property
+    def workers(self) -> Sequence[tuple[Kind, str]]: ...
+
 
 class WorkerMetrics:
     """The workers as the coordinator sees them."""
 
     def __init__(self, instruments: Instruments) -> None:
         self._coordinator: Coordinating | None = None
-        self._addresses: dict[Labels, None] = {}  # kind and address of each worker, in order
         self.moves = declare_counter(
             instruments, "session_moves", "{session}", "Lost with a worker.", kind=[kind.value for kind in Kind]
         )
@@ -67,15 +69,18 @@ class WorkerMetrics:
         )
         instruments.gauge(state, self._read_states)
 
-    def watch(self, coordinator: Coordinating, addresses: Mapping[Kind, Sequence[str]]) -> None:
+    def watch(self, coordinator: Coordinating) -> None:
         self._coordinator = coordinator
-        self._addresses = {(kind.value, address): None for kind, those in addresses.items() for address in those}
-        for labels in self._addresses:
+        for labels in self._labels():
             self._losses.add(0, *labels)
 
     def lose(self, connection: Connection) -> None:
         self._losses.add(1, connection.kind.value, connection.address)
         self._num_dropped += connection.link.num_dropped_extensions
+
+    def _labels(self) -> list[Labels]:
+        """Kind and address of each worker that is looked for."""
+        return [(kind.value, address) for kind, address in self._coordinator.workers] if self._coordinator else []
 
     def _connections(self) -> list[Connection]:
         pools = self._coordinator.pools.values() if self._coordinator else ()
@@ -83,14 +88,14 @@ class WorkerMetrics:
 
     def _read_sessions(self) -> Readings:
         found: dict[Labels, int] = {(one.kind.value, one.address): len(one.sessions) for one in self._connections()}
-        return {labels: found.get(labels, 0) for labels in self._addresses}
+        return {labels: found.get(labels, 0) for labels in self._labels()}
 
     def _read_states(self) -> Readings:
         found: dict[Labels, str] = {
             (one.kind.value, one.address): "silent" if one.is_suspect else "connected" for one in self._connections()
         }
         return {
-            (*labels, state): int(found.get(labels, "lost") == state) for labels in self._addresses for state in STATES
+            (*labels, state): int(found.get(labels, "lost") == state) for labels in self._labels() for state in STATES
         }
 
     def _read_dropped(self) -> Readings:

@@ -57,10 +57,9 @@ class CoordinatorMetrics:
         self._gauge("running", "Are answered.", lambda: self._coordinator.num_running if self._coordinator else 0)
         self._gauge("undrafted", undrafted, lambda: len(self._undrafted))
 
-    def watch(self, coordinator: Coordinating, addresses: Mapping[Kind, Sequence[str]]) -> None:
-        """`addresses`: of the workers of its configuration."""
+    def watch(self, coordinator: Coordinating) -> None:
         self._coordinator = coordinator
-        self.workers.watch(coordinator, addresses)
+        self.workers.watch(coordinator)
 
     def watch_tracing(self, tracing: TracingCounts) -> None:
         """Called once at most, before the start."""

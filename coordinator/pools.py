@@ -57,6 +57,7 @@ class Connection:
     closing_since_ms: dict[int, float] = field(default_factory=dict)  # of those: Close was sent
     silent_s: float = 0.0  # since it was heard last
     is_suspect: bool = False  # silent: gets no new sessions
+    is_leaving: bool = False  # its name does not stand for it any more: gets no new sessions
     avoided_until_ms: float = 0.0  # it refused a session
 
     @property
@@ -119,9 +120,10 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """Some worker may be given sessions, now or when others end."""
-        return any(not connection.is_suspect for connection in self._connections.values())
+        return any(not (connection.is_suspect or connection.is_leaving) for connection in self._connections.values())
 
     def place(self, now_ms: float) -> Connection | None:
         """The worker with the fewest sessions of those with room; the longest connected of equals."""
-        fit = [c for c in self if c.has_room and not c.is_suspect and c.avoided_until_ms <= now_ms]
+        may = [c for c in self if not (c.is_suspect or c.is_leaving)]
+        fit = [c for c in may if c.has_room and c.avoided_until_ms <= now_ms]
         return min(fit, key=lambda connection: (len(connection.sessions), connection.number), default=None)

@@ -30,6 +30,7 @@ class DriverSettings:
     max_target_step_s: float = 60.0  # the same for a target worker
     max_target_wait_s: float = 8.5  # a request that no target worker works on for this long fails
     max_reader_stall_s: float = 60.0  # a client that takes nothing this long is cancelled
+    resolve_every_s: float = 5.0  # how often it is asked what a name stands for
     max_first_try_s: float = 15.0  # how long `wait_ready` waits for the first attempt to reach each worker
 
     def max_step_s(self, kind: Kind) -> float:

@@ -156,8 +156,8 @@ class CoordinatorConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     http_port: int | None = None  # where the live page is served, on the server's interface; 0: a free port
-    targets: tuple[str, ...]  # HOST:PORT of target workers
-    drafts: tuple[str, ...] = ()  # HOST:PORT of draft workers
+    targets: tuple[str, ...]  # HOST:PORT of a target worker, or dns:HOST:PORT of all that the name stands for
+    drafts: tuple[str, ...] = ()  # the same for draft workers
     tokenizer: str = ""  # folder or hub name; empty: the target model's name
     drafter: str = "model"  # model | ngram | none: what drafts when a request does not forbid it
     mode: Mode = Mode.PIPELINED  # default of requests

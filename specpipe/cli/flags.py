@@ -146,6 +146,12 @@ def telemetry_config(flags: TelemetryFlags) -> TelemetryConfig:
     )
 
 
+def checked_worker(flag: str, source: str) -> str:
+    """Raises ConfigError unless it is HOST:PORT or dns:HOST:PORT."""
+    checked_address(flag, source.removeprefix("dns:"))
+    return source
+
+
 def checked_address(flag: str, address: str) -> str:
     """Raises ConfigError unless it is HOST:PORT."""
     host, _, port = address.rpartition(":")

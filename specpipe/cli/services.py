@@ -20,7 +20,7 @@ from specpipe.cli.flags import (
     SpeculationFlags,
     TelemetryFlags,
     TlsFlags,
-    checked_address,
+    checked_worker,
     option,
     takes_flags,
     telemetry_config,
@@ -44,10 +44,10 @@ Drafter = Literal["model", "ngram", "none"]
 class CoordinatorFlags:
     """Flags of `coordinator` alone; see CoordinatorConfig."""
 
-    target: Annotated[list[str], option("Target worker; may be repeated.", metavar="HOST:PORT")] = field(
-        default_factory=list
+    target: Annotated[list[str], option("Target worker; dns: stands for all of a name.", metavar="[dns:]HOST:PORT")] = (
+        field(default_factory=list)
     )
-    draft: Annotated[list[str], option("Draft worker; may be repeated.", metavar="HOST:PORT")] = field(
+    draft: Annotated[list[str], option("Draft worker; may be repeated too.", metavar="[dns:]HOST:PORT")] = field(
         default_factory=list
     )
     tokenizer: Annotated[str, option("Folder or hub name.  [the target model's name]", metavar="MODEL")] = ""
@@ -103,8 +103,8 @@ def coordinator(
         ),
         telemetry=telemetry_config(telemetry),
         http_port=own.http_port,
-        targets=tuple(checked_address("--target", address) for address in own.target),
-        drafts=tuple(checked_address("--draft", address) for address in own.draft),
+        targets=tuple(checked_worker("--target", source) for source in own.target),
+        drafts=tuple(checked_worker("--draft", source) for source in own.draft),
         tokenizer=own.tokenizer,
         drafter=own.drafter or ("model" if own.draft else "none"),
         mode=speculation.mode or Mode.PIPELINED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer  # noqa: F401 - slow to import: not while
 from waiting import wait_until
 
 import specpipe.demo
+from coordinator.discovery import Resolve, resolve_name
 from coordinator.driver import Coordinator
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.service import SERVICE_NAMES, App
@@ -211,23 +212,30 @@ async def cluster(
     must_be_ready: bool = True,
     metrics: CoordinatorMetrics | None = None,
     rpc: RpcMetrics | None = None,
+    resolve: Resolve = resolve_name,
+    names: dict[str, tuple[str, ...]] | None = None,
+    on_started: Callable[[], object] = lambda: None,
     **config: Any,
 ) -> AsyncIterator[Cluster]:
-    """A running service; by default with one worker of each kind."""
+    """A running service; by default with one worker of each kind.
+
+    `names`: what the coordinator is told instead of the workers' addresses. `on_started`: called when workers run.
+    """
     targets = [Worker("target", target_model())] if targets is None else targets
     drafts = [Worker("draft", draft_model())] if drafts is None else drafts
     async with AsyncExitStack() as stack:
         for worker in targets + drafts:
             await worker.start()
             stack.push_async_callback(worker.end)
+        on_started()
+        told = names or {"targets": tuple(w.address for w in targets), "drafts": tuple(w.address for w in drafts)}
         full = CoordinatorConfig(
-            targets=tuple(w.address for w in targets),
-            drafts=tuple(w.address for w in drafts),
+            **told,
             tokenizer=str(DEMO),
             **config,
         )
         server = create_server(ServerConfig(), SERVICE_NAMES, metrics=rpc)
-        app = App(full, server, Coordinator(full, settings=settings, metrics=metrics))
+        app = App(full, server, Coordinator(full, settings=settings, metrics=metrics, resolve=resolve))
         await stack.enter_async_context(app.running())
         if must_be_ready:
             await app.wait_ready()

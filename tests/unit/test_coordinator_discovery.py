@@ -1,0 +1,81 @@
+"""What names stand for: coordinator.discovery."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator.discovery import Change, Name, difference, is_name, resolve_name
+
+
+class Resolver:
+    """Says what it is told to say."""
+
+    def __init__(self, *answers: Sequence[str] | OSError) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self._answers = list(answers)
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.asked.append((host, port))
+        answer = self._answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "added", "removed"),
+    [
+        ((), (), (), ()),
+        ((), ("a:1", "b:1"), ("a:1", "b:1"), ()),
+        (("a:1", "b:1"), ("b:1", "c:1"), ("c:1",), ("a:1",)),
+        (("a:1", "b:1"), ("b:1", "a:1"), (), ()),
+    ],
+)
+def test_a_change_is_what_came_and_what_went(
+    before: Sequence[str], now: Sequence[str], added: Sequence[str], removed: Sequence[str]
+) -> None:
+    assert difference(before, now) == Change(added=tuple(added), removed=tuple(removed))
+
+
+async def test_a_name_is_asked_for_its_host_and_tells_what_changed() -> None:
+    resolver = Resolver(["10.0.0.1:6001", "10.0.0.1:6001", "10.0.0.2:6001"], ["10.0.0.2:6001"], [])
+    name = Name("dns:target-worker.specpipe:6001")
+    assert (await name.ask(resolver)).added == ("10.0.0.1:6001", "10.0.0.2:6001")
+    assert await name.ask(resolver) == Change(removed=("10.0.0.1:6001",))
+    assert await name.ask(resolver) == Change(removed=("10.0.0.2:6001",))
+    assert resolver.asked == [("target-worker.specpipe", 6001)] * 3
+
+
+async def test_a_resolver_that_fails_changes_nothing_and_is_heard_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    failure = OSError(-3, "Temporary failure in name resolution")
+    resolver = Resolver(["10.0.0.1:6001"], failure, failure, ["10.0.0.1:6001"], failure)
+    name = Name("dns:workers:6001")
+    changes = [await name.ask(resolver) for _ in range(5)]
+    assert changes == [Change(added=("10.0.0.1:6001",)), Change(), Change(), Change(), Change()]
+    assert name.addresses == ("10.0.0.1:6001",)
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 2, "once for each time that it began to fail"
+    assert all("workers" in line and "Temporary failure" in line for line in told)
+
+
+async def test_a_name_without_addresses_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    name = Name("dns:workers:6001")
+    resolver = Resolver([], [])
+    assert [await name.ask(resolver) for _ in range(2)] == [Change(), Change()]
+    assert [record.message for record in caplog.records] == [
+        "workers stands for no address now; it is asked for again"
+    ]
+
+
+async def test_the_systems_resolver_gives_addresses_as_they_are_dialled() -> None:
+    assert "127.0.0.1:6001" in await resolve_name("127.0.0.1", 6001)
+    assert await resolve_name("::1", 6001) == ["[::1]:6001"]
+
+
+def test_what_begins_with_dns_is_a_name() -> None:
+    assert is_name("dns:workers:6001")
+    assert not is_name("workers:6001")
+    assert Name("dns:[::1]:6001").host == "::1"
