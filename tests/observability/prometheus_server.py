@@ -97,9 +97,9 @@ def listening_address(process: subprocess.Popen[bytes], log: Path) -> str:
     return found[0]
 
 
-def wait_for(what: str, condition: Callable[[], bool], log: Path) -> None:
+def wait_for(what: str, condition: Callable[[], bool], log: Path, patience_s: float = PATIENCE_S) -> None:
     """Raises AssertionError with the end of the log if it does not come true."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, f"no {what} in {PATIENCE_S} s: {log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, f"no {what} in {patience_s} s: {log.read_text()[-3000:]}"
         time.sleep(0.1)
