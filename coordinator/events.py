@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from specpipe.answers import AnswerEvent
 from specpipe.errors import SpecpipeError
-from specpipe.types import Commit, Extension, SessionMessage
+from specpipe.types import Closed, Commit, Extension, Failed, SessionMessage
 
 
 class Kind(enum.Enum):
@@ -133,3 +133,16 @@ def told(event: Event) -> str:
         case _:
             what = str(message)
     return f"{event.kind.value}: {what}"
+
+
+def loss_told(event: Event) -> str:
+    """Why the session that the event ended is gone."""
+    match event:
+        case Lost(reason=reason):
+            return reason
+        case Received(message=Failed(message=message)):
+            return message
+        case Received(message=Closed()):
+            return "it closed the session"
+        case _:
+            return "it was refused"

@@ -10,12 +10,15 @@ Nothing that it does can change an answer.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar, cast
 
-from coordinator.events import Emit, Event, Fail, Instruction, Kind, Lost, Placement, Received, Send
+from coordinator.events import Emit, Event, Fail, Instruction, Kind, Placement, Received, Send, loss_told
 from coordinator.state import RequestMachine
 from coordinator.trace_generate import GenerateAttributes
 from coordinator.trace_rounds import Rounds
@@ -27,7 +30,9 @@ from specpipe.errors import RequestCancelledError, SpecpipeError
 from specpipe.reports import Report, SessionEvent, StepKind, StepRecord
 from specpipe.spans import Process, Span, SpanEvent, SpanKind
 from specpipe.telemetry.propagation import traceparent
-from specpipe.types import Closed, Commit, Extension, Failed, NeedTokens
+from specpipe.types import Commit, Extension, NeedTokens
+
+logger = logging.getLogger(__name__)
 
 MAX_LENGTHS = 256
 """Newest commits whose time is remembered, to bound when a draft worker heard of them."""
@@ -44,6 +49,23 @@ MAX_HELD = 32
 
 EmitSpans = Callable[[str, Sequence[Span], bool], None]
 """Takes the request's id ("" until it is known), spans, and whether they are the last."""
+
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _harmless(method: _Method) -> _Method:
+    """A fault of ours ends the trace and nothing else."""
+
+    @functools.wraps(method)
+    def run(trace: RequestTrace, *args: Any, **kwargs: Any) -> None:
+        try:
+            method(trace, *args, **kwargs)
+        except Exception:
+            logger.exception("the trace of a request broke and ends here")
+            trace.give_up()
+
+    return cast(_Method, run)
 
 
 class RequestTrace:
@@ -127,6 +149,7 @@ class RequestTrace:
         """A session is about to be opened there."""
         self._sessions[session] = SessionTrace(kind, process, now_ms, self._maker, self._out.append)
 
+    @_harmless
     def observe(self, event: Event, instructions: Sequence[Instruction], now_ms: float) -> None:
         """The machine has handled an event. Instructions have not been carried out yet."""
         if self.is_complete or self._machine is None:
@@ -142,6 +165,7 @@ class RequestTrace:
                 self._note_instruction(instruction, now_ms)
         self._send()
 
+    @_harmless
     def hear(self, report: Report, now_ms: float) -> None:
         """Of a session of this request, also of one that is lost or closing."""
         session = self._sessions.get(report.session)
@@ -167,6 +191,7 @@ class RequestTrace:
         self._num_records += num_records
         return report
 
+    @_harmless
     def session_over(self, session: int, now_ms: float) -> None:
         """No more messages of it come. Once the request is over and all its sessions are, the trace is complete."""
         ended = self._sessions.get(session)
@@ -176,6 +201,7 @@ class RequestTrace:
         if self.over_ms is not None and all(s.is_over for s in self._sessions.values()):
             self.complete()
 
+    @_harmless
     def complete(self) -> None:
         """Write what is left, whatever is still to come."""
         if self.is_complete or self.over_ms is None:
@@ -190,6 +216,12 @@ class RequestTrace:
         self._write_generate(error)
         self.is_complete = True
         self._send()
+
+    def give_up(self) -> None:
+        """Emit nothing more."""
+        if not self.is_complete:
+            self.is_complete = True
+            self._emit_spans(self._request_id, (), True)
 
     def note(self, name: str, now_ms: float, **attributes: str | int | float) -> None:
         """An event of the request as a whole."""
@@ -206,11 +238,11 @@ class RequestTrace:
         is_over = self._machine.phase.is_over
         if target != self._target:
             if self._target is not None and not is_over:
-                self._lose_target(self._target, _reason(event), now_ms)
+                self._lose_target(self._target, loss_told(event), now_ms)
             if target is not None:
                 self._open_target(target, now_ms)
         if draft != self._draft and self._draft is not None and not is_over:
-            self.note("draft lost", now_ms, reason=_reason(event), worker=self._address(self._draft))
+            self.note("draft lost", now_ms, reason=loss_told(event), worker=self._address(self._draft))
         if not is_over:
             self._target, self._draft = target, draft
 
@@ -359,16 +391,3 @@ def _remember(times_ms: dict[int, float], key: int, now_ms: float, max_known: in
     times_ms[key] = now_ms
     if len(times_ms) > max_known:
         del times_ms[next(iter(times_ms))]
-
-
-def _reason(event: Event) -> str:
-    """Why a session that the event ended is gone."""
-    match event:
-        case Lost(reason=reason):
-            return reason
-        case Received(message=Failed(message=message)):
-            return message
-        case Received(message=Closed()):
-            return "it closed the session"
-        case _:
-            return "it was refused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,32 @@ def test_a_failed_draft_session_and_missing_tokens_are_told() -> None:
     (generate,) = story.named("generate")
     assert [event.name for event in generate.events] == ["draft lost", "resync", "cancel"]
     assert generate.events[0].attributes["specpipe.reason"] == "it broke"
+
+
+@pytest.mark.parametrize("name", ["since_open_ms", "forward_ms", "exposed_ms"])
+def test_a_worker_that_says_nonsense_of_its_steps_breaks_nothing(name: str) -> None:
+    story = a_hit_and_miss_story()
+    target = story.of(Kind.TARGET)
+    record = replace(target.record(StepKind.VERIFY, 50.0, 1.0, round=5, base=10), **{name: 1e308})
+    story.say(target, 51.0, Report(session=target.session, since_open_ms=1e308, steps=(record, record)))
+    story.run(60.0)
+    finish(story, 10)
+    assert all(0 <= span.start_unix_nanos <= span.end_unix_nanos < 2**63 for span in story.spans)
+    export_request(story.spans)
+
+
+def test_a_fault_of_ours_ends_the_trace_and_not_the_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    story = Story()
+    story.admit()
+    monkeypatch.setattr("coordinator.trace_rounds.verify_attributes", lambda *_: 1 / 0)
+    for i in range(4):
+        story.verify(3.0 + 5 * i, 5.0, base=3 + i)
+    story.run(50.0)
+    assert len(story.machine.tokens) == 7
+    assert (story.trace.is_complete, story.tracing.num_open) == (True, 0)
+    assert caplog.text.count("broke") == 1
 
 
 # Levels and what is asked for
