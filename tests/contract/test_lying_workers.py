@@ -195,6 +195,7 @@ def soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.driver.AVOID_MS", 20.0)
 
 
+@pytest.mark.timeout(300)  # the liar does much work to lie, on the same core
 async def test_no_lie_of_a_draft_worker_changes_an_answer_or_costs_the_target_its_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -334,6 +335,7 @@ TARGET_LIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(300)
 async def test_a_lie_of_a_target_worker_ends_its_requests_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     telling = Telling()
     targets: list[Any] = [LyingWorker("target", target_model().info, telling.target_lie)]
