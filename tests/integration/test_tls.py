@@ -1,4 +1,4 @@
-"""A service whose processes speak mutual TLS, as its users start it and ask it."""
+"""A service whose processes speak mutual TLS, as its users start it and ask it; workers are found by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def address(authority: Authority, tiny_pair: TinyPair, log_folder: Path) -> Iter
     model = ("--model", str(tiny_pair.target), "--dtype", "float32")
     own = flags_of(authority.config("target-worker"))
     with running_part(log_folder / "tls_target.log", "target-worker", *model, *own) as worker:
-        flags = ("--target", worker, "--tokenizer", str(tiny_pair.target))
+        flags = ("--target", f"dns:{worker}", "--tokenizer", str(tiny_pair.target))
         own = flags_of(authority.config("coordinator"))
         with running_part(log_folder / "tls_coordinator.log", "coordinator", *flags, *own) as coordinator:
             yield coordinator

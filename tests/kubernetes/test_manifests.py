@@ -144,10 +144,14 @@ def test_ports_are_one_thing_wherever_they_are_named(name: str) -> None:
 
 @each_service
 def test_coordinators_look_for_workers_behind_headless_services(name: str) -> None:
+    from coordinator.discovery import is_name
+    from specpipe.cli.flags import checked_worker
+
     objects = built(name)
     given = flags(workload(objects, "coordinator"))
     for flag, role in (("--target", "target-worker"), ("--draft", "draft-worker")):
         assert given[flag] == f"dns:{role}:{ports_of(workload(objects, role))['grpc']}"
+        assert is_name(checked_worker(flag, given[flag]))
         (service,) = (each for each in of_kind(objects, "Service") if name_of(each) == role)
         assert service["spec"]["clusterIP"] == "None"
     assert workload(objects, "target-worker")["spec"]["serviceName"] == "target-worker"
