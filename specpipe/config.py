@@ -156,6 +156,7 @@ class CoordinatorConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     http_port: int | None = None  # where the live page is served, on the server's interface; 0: a free port
+    is_http_port_preferred: bool = False  # if it is taken, a free one does as well
     targets: tuple[str, ...]  # HOST:PORT of a target worker, or dns:HOST:PORT of all that the name stands for
     drafts: tuple[str, ...] = ()  # the same for draft workers
     tokenizer: str = ""  # folder or hub name; empty: the target model's name

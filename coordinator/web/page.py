@@ -37,7 +37,9 @@ class LivePage:
             feed=self.feed,
             interface=config.server.host,
         )
-        self._server = PageServer(create_app(views), config.server.host, config.http_port)
+        self._server = PageServer(
+            create_app(views), config.server.host, config.http_port, is_preferred=config.is_http_port_preferred
+        )
         self.address = self._server.address
 
     @asynccontextmanager

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from coordinator.web.connection import BoundedProtocol
+from specpipe.errors import ConfigError
 from specpipe.server import check_port, join_address
 
 STOP_GRACE_S: Final = 1  # for last events to reach readers, after every stream has ended
@@ -23,11 +24,11 @@ BACKLOG: Final = 64
 
 
 class PageServer:
-    """Takes the port at once. Raises ConfigError if it cannot be had."""
+    """Takes the port at once."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        check_port(host, port)
-        self._socket = _listen(host, port)
+    def __init__(self, app: ASGIApp, host: str, port: int, *, is_preferred: bool = False) -> None:
+        """Raises ConfigError if the port cannot be had; but if it is only preferred, takes a free one then."""
+        self._socket = _take(host, port, is_preferred=is_preferred)
         self.address = join_address(host, self._socket.getsockname()[1])
         """HOST:PORT, with the port that was taken."""
         config = uvicorn.Config(
@@ -65,6 +66,16 @@ class _QuietServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are the process's business."""
         yield
+
+
+def _take(host: str, port: int, *, is_preferred: bool) -> socket.socket:
+    try:
+        check_port(host, port)
+        return _listen(host, port)
+    except (ConfigError, OSError) as error:
+        if is_preferred:
+            return _take(host, 0, is_preferred=False)
+        raise error if isinstance(error, ConfigError) else ConfigError(f"port {port} cannot be had: {error}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -67,7 +67,7 @@ def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFla
         logger.warning("--mode %s: nothing drafts with --draft none", speculation.mode.value)
     check_port(config.host, config.port)  # before models are loaded
     check_metrics_ports(config, own.http_port)
-    config = replace(config, http_port=page_port(own))
+    config = replace(config, http_port=page_port(own), is_http_port_preferred=own.http_port is None)
     return run_with_signals(
         lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK
     )
@@ -128,10 +128,6 @@ def page_port(own: ServeFlags) -> int | None:
         check_port_number("http_port", own.http_port)
         check_port(own.host, own.http_port)
         return own.http_port
-    try:
-        check_port(own.host, DEFAULT_HTTP_PORT)
-    except ConfigError:
-        return 0
     return DEFAULT_HTTP_PORT
 
 

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, NoReturn
 
+import typer
+
 from specpipe import demo
 from specpipe.cli.failure import exit_code_of, say_error
 from specpipe.cli.flags import (
@@ -56,6 +58,7 @@ class CoordinatorFlags:
     max_queue: Annotated[int, option("Requests waiting; more are refused.  [1024]")] = 1024
     served_model_name: Annotated[str, option("Name that clients use.  [the target's folder name]")] = ""
     http_port: Annotated[int | None, option("Serve the live page here; 0: a free port.")] = None
+    http_port_preferred: Annotated[bool, typer.Option("--http-port-preferred", hidden=True)] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,7 @@ def coordinator(
         ),
         telemetry=telemetry_config(telemetry),
         http_port=own.http_port,
+        is_http_port_preferred=own.http_port_preferred,
         targets=tuple(checked_worker("--target", source) for source in own.target),
         drafts=tuple(checked_worker("--draft", source) for source in own.draft),
         tokenizer=own.tokenizer,

@@ -51,6 +51,7 @@ class ServiceConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)  # metrics_port: the coordinator's; the workers
     # have those that follow it, targets first (0: a free one each)
     http_port: int | None = None  # of the live page; 0: a free one
+    is_http_port_preferred: bool = False  # if it is taken, a free one does as well
 
     def __post_init__(self) -> None:
         check_counts(
@@ -123,6 +124,8 @@ def plan_coordinator(config: ServiceConfig, targets: Sequence[str], drafts: Sequ
         log_level=config.log_level,
         http_port=config.http_port,
     )
+    if config.is_http_port_preferred:
+        arguments += ("--http-port-preferred",)
     arguments += _telemetry_arguments(config.telemetry, 0)
     for target in targets:
         arguments += ("--target", target)

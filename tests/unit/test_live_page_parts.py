@@ -9,10 +9,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
 
 import coordinator.web
 from coordinator.web.assets import Assets
 from coordinator.web.guard import Guard, is_loopback
+from coordinator.web.server import PageServer
 from specpipe.cli.serve import DEFAULT_HTTP_PORT, ServeFlags, page_port, page_url
 from specpipe.errors import ConfigError
 
@@ -138,17 +140,23 @@ def test_a_port_that_is_asked_for_is_had_or_refused() -> None:
             page_port(ServeFlags(http_port=port))
 
 
-def test_by_default_it_is_at_8080_or_at_a_free_port_where_that_is_taken() -> None:
+def test_by_default_it_is_at_8080() -> None:
+    assert page_port(ServeFlags()) == DEFAULT_HTTP_PORT
+
+
+async def test_a_free_port_does_where_the_preferred_one_is_taken_and_only_there() -> None:
     with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taken.bind(("127.0.0.1", DEFAULT_HTTP_PORT))
-        except OSError:
-            assert page_port(ServeFlags()) == 0  # somebody else has it
-            return
-        assert page_port(ServeFlags()) == DEFAULT_HTTP_PORT
+        taken.bind(("127.0.0.1", 0))
         taken.listen(1)
-        assert page_port(ServeFlags()) == 0
+        port = int(taken.getsockname()[1])
+        server = PageServer(Starlette(), "127.0.0.1", port, is_preferred=True)
+        assert int(server.address.rpartition(":")[2]) not in (0, port)
+        server.close()
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is already in use"):
+            PageServer(Starlette(), "127.0.0.1", port)
+    server = PageServer(Starlette(), "127.0.0.1", port, is_preferred=True)
+    assert server.address == f"127.0.0.1:{port}"
+    server.close()
 
 
 @pytest.mark.parametrize(
