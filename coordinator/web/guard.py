@@ -60,7 +60,7 @@ class Guard:
         if not path.startswith(API_PREFIX):
             return ""
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _site_of(origin) != host.lower():
             return f"origin: pages of {origin!r} may not ask; only the page served here may"
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return "origin: pages of other sites may not ask; only the page served here may"
@@ -75,9 +75,16 @@ def is_loopback(interface: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Of "name:port" or "[address]:port"."""
-    return (urlsplit(f"//{host}").hostname or "") if _is_plain(host) else ""
+    """Of "name:port" or "[address]:port"; empty for what is neither."""
+    try:
+        return "" if set(host) & set("/?#@\\") else (urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return ""
 
 
-def _is_plain(host: str) -> bool:
-    return not set(host) & set("/?#@\\") and host.count("[") == host.count("]") <= 1
+def _site_of(origin: str) -> str | None:
+    """Of "scheme://name:port"; None for what is no origin."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, Final, NoReturn, TypeVar
@@ -21,6 +22,7 @@ from specpipe.errors import InvalidRequestError
 from specpipe.types import Mode, Rule
 
 _E = TypeVar("_E", bound=enum.Enum)
+_DIGITS: Final = re.compile(r"[0-9]{1,100}")  # int() refuses thousands
 INPUTS: Final = ("prompt", "prompt_token_ids", "chat")
 
 
@@ -34,7 +36,7 @@ def question_from_json(body: bytes) -> Question:
         raise InvalidRequestError("the request must be a JSON object")
     unknown = sorted(given.keys() - _READERS.keys() - set(INPUTS))
     if unknown:
-        raise InvalidRequestError(f"{unknown[0]}: there is no such field")
+        raise InvalidRequestError(f"{ascii(unknown[0][:80])[1:-1]}: there is no such field")
     values = {name: read(name, given[name]) for name, read in _READERS.items() if given.get(name) is not None}
     return Question(prompt=_prompt(given), **values)
 
@@ -83,7 +85,7 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         _refuse(name, "a number", value)
     try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+        return float(struct.unpack("<f", struct.pack("<f", float(value)))[0])
     except OverflowError:
         _refuse(name, "a finite number", value)
 
@@ -91,7 +93,7 @@ def _number(name: str, value: Any) -> float:
 def _integer(low: int, high: int) -> Callable[[str, Any], int]:
     def read(name: str, value: Any) -> int:
         """Digits in a text are one too: JavaScript has no integers beyond 2^53."""
-        number = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+        number = int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
         if isinstance(number, bool) or not isinstance(number, int):
             _refuse(name, "an integer", value)
         if not low <= number < high:

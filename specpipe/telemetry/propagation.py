@@ -6,6 +6,7 @@ ours, gRPC. OpenTelemetry is imported when there is something to read.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ def read_context(metadata: Iterable[tuple[str, str | bytes]]) -> CallerContext |
     for key, value in metadata:
         if key in (TRACEPARENT, TRACESTATE) and isinstance(value, str):
             carrier.setdefault(key, []).append(value)
-    if TRACEPARENT not in carrier:
+    if len(carrier.get(TRACEPARENT, ())) != 1:
         return None
+    _keep_quiet()
     from opentelemetry.context import Context
     from opentelemetry.trace import get_current_span
 
@@ -70,6 +72,13 @@ def current_context() -> list[tuple[str, str]]:
 def is_sampled_by_ratio(trace_id: int, ratio: float) -> bool:
     """As OpenTelemetry's TraceIdRatioBased decides, so that everyone with this ratio keeps the same traces."""
     return trace_id & (2**64 - 1) < round(ratio * 2**64)
+
+
+@cache
+def _keep_quiet() -> None:
+    """The library logs each malformed header, and so would let callers fill the log."""
+    for name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @cache

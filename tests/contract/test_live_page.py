@@ -222,6 +222,9 @@ async def test_what_grpc_refuses_is_refused_in_the_same_words(
         (b'{"prompt": "a", "seed": "x"}', "seed must be an integer, got 'x'"),
         (b'{"prompt": "a", "temperature": NaN}', "the request cannot be read: NaN is no JSON number"),
         (b'{"prompt": "a", "temperature": 1e300}', "temperature must be a finite number, got 1e+300"),
+        (b'{"prompt": "a", "temperature": 1%s}' % (b"0" * 400), "temperature must be a finite number, got 1000"),
+        (b'{"prompt": "a", "seed": "%s"}' % (b"9" * 5000), "seed must be an integer, got '9999"),
+        (b'{"prompt": "a", "\\ud800": 1}', "\\ud800: there is no such field"),
         (b'{"prompt": "a", "temperature": "0"}', "temperature must be a number, got '0'"),
         (b'{"prompt": "a", "mode": "fast"}', "mode must be one of off, sync, pipelined, got 'fast'"),
         (b'{"prompt": "a", "stop": "x"}', "stop must be a list, got 'x'"),
@@ -253,11 +256,15 @@ async def test_a_question_must_be_json_of_bounded_size(web: httpx2.AsyncClient) 
     [
         {"origin": "http://elsewhere.example"},
         {"origin": "null"},
+        {"origin": "http://[elsewhere"},
+        {"origin": "http://[elsewhere]"},
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
         {"host": "elsewhere.example"},
         {"host": "127.0.0.1.elsewhere.example:8080"},
         {"host": "localhost@elsewhere.example"},
+        {"host": "]localhost["},
+        {"host": "[localhost]"},
     ],
 )
 async def test_pages_of_other_sites_may_not_ask(web: httpx2.AsyncClient, headers: dict[str, str]) -> None:

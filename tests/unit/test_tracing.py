@@ -77,6 +77,18 @@ def test_a_malformed_state_is_left_out_and_the_trace_goes_on() -> None:
     assert (f"{caller.trace_id:032x}", caller.trace_state) == (TRACE, "")
 
 
+def test_two_parents_are_none() -> None:
+    assert read_context([SAMPLED, SAMPLED]) is None
+    assert read_context([SAMPLED, ("traceparent", "nonsense")]) is None
+
+
+def test_malformed_headers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    for value in ("=,,=x", "a=b\n", "k" * 10_000, ",".join(f"k{number}=1" for number in range(40))):
+        assert read_context([SAMPLED, ("tracestate", value)]) is not None
+    assert read_context([("traceparent", "x" * 10_000)]) is None
+    assert caplog.messages == []
+
+
 def test_states_in_several_headers_are_one() -> None:
     caller = read_context([SAMPLED, ("tracestate", "a=1"), ("tracestate", "b=2")])
     assert caller is not None
