@@ -244,7 +244,7 @@ def test_every_flag_says_in_our_own_words_what_it_takes(capsys: pytest.CaptureFi
             assert re.fullmatch(rf"error: ({option.opts[0]}|device) (must be|needs) [^\n]+\n", said), said
 
 
-TEXTS = ("TEXT", "FILE", "MODEL", "MODEL|ngram|none", "HOST", "HOST:PORT", "A-B")
+TEXTS = ("TEXT", "FILE", "MODEL", "MODEL|ngram|none", "HOST", "HOST:PORT", "[dns:]HOST:PORT", "A-B")
 
 
 def commands() -> dict[str, Any]:
@@ -282,3 +282,12 @@ class Finder:
             exec(INTERRUPT)
 sys.meta_path.insert(0, Finder())
 """
+
+
+@pytest.mark.parametrize("source", ["workers", "dns:workers", "dns:workers:0", "dns::6001", "workers:70000"])
+@pytest.mark.parametrize("flag", ["--target", "--draft"])
+def test_a_worker_is_an_address_or_a_name_with_a_port(
+    flag: str, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["coordinator", "--target", "127.0.0.1:1", flag, source]) == 2
+    assert capsys.readouterr().err == f"error: {flag} needs HOST:PORT, got {source.removeprefix('dns:')!r}\n"
