@@ -37,7 +37,7 @@ WARNING_INTERVAL_S: Final = 60.0
 EXPORT_INTERVAL_S: Final = 1.0
 EXPORT_TIMEOUT_S: Final = 10.0
 """Of one batch, its retries included."""
-CLOSE_S: Final = 2.0
+CLOSE_S: Final = 1.5
 """At the end of the process: without progress for so long what is left is given up, and after twice that anyway."""
 
 

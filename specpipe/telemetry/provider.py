@@ -15,9 +15,9 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -40,8 +40,9 @@ SCOPE = "specpipe"
 PUSH_INTERVAL_S = 15.0
 PUSH_TIMEOUT_S = 3.0
 """Of one push, its retries included."""
-CLOSE_TIMEOUT_S = 2.0
-"""Of the last push, at the end of the process, and of one that is under way then."""
+CLOSE_TIMEOUT_S = 1.5
+"""Of the last push, at the end of the process, together with one that is under way then. NOTE: spans end before it and
+take up to twice their own CLOSE_S: nobody waits longer than 5 s for an end."""
 REQUEST_TIMEOUT_S = 10.0
 """Of a scraper that says nothing."""
 
@@ -81,11 +82,18 @@ class Provider:
         return "" if self._page is None else self._page.address
 
     def close(self) -> None:
-        """Push once more and end. Blocks for CLOSE_TIMEOUT_S at most."""
-        with ThreadPoolExecutor(1) as pool:
-            if self._page is not None:
-                pool.submit(self._page.close)
-            self._provider.shutdown(timeout_millis=1000 * CLOSE_TIMEOUT_S)
+        """Push once more and end. Blocks for CLOSE_TIMEOUT_S at most: what a receiver still holds then is let go."""
+        ends: list[Callable[[], object]] = [partial(self._provider.shutdown, timeout_millis=1000 * CLOSE_TIMEOUT_S)]
+        if self._page is not None:
+            ends.append(self._page.close)
+        threads = [threading.Thread(target=end, name="end of metrics", daemon=True) for end in ends]
+        for thread in threads:
+            thread.start()
+        give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, give_up_s - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            logger.warning("the last numbers were not pushed: the receiver does not answer")
 
 
 def _observe(meter: Meter, observed: Observed) -> None:
