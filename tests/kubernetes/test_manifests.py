@@ -231,6 +231,28 @@ def test_what_is_mounted_exists_and_what_exists_is_mounted(name: str) -> None:
         assert used <= claims
 
 
+def test_the_api_server_finds_the_metrics_adapter_and_it_finds_prometheus() -> None:
+    objects = built("metrics-adapter")
+    (adapter,) = workloads(objects)
+    (service,) = of_kind(objects, "Service")
+    assert service["spec"]["selector"] == labels_of(adapter)
+    assert service["spec"]["ports"][0]["targetPort"] in ports_of(adapter)
+    for each in of_kind(objects, "APIService"):
+        found = each["spec"]["service"]
+        assert (found["namespace"], found["name"]) == (service["metadata"]["namespace"], name_of(service))
+        assert name_of(each) == f"{each['spec']['version']}.{each['spec']['group']}"
+    arguments = dict(argument.split("=", 1) for argument in container_of(adapter)["args"])
+    assert int(arguments["--secure-port"]) == ports_of(adapter)["https"]
+    (prometheus,) = (each for each in of_kind(built("observability"), "Service") if name_of(each) == "prometheus")
+    port = prometheus["spec"]["ports"][0]["port"]
+    assert arguments["--prometheus-url"] == f"http://prometheus.{prometheus['metadata']['namespace']}:{port}/"
+    account = {"kind": "ServiceAccount", "name": pod_of(adapter)["serviceAccountName"], "namespace": "observability"}
+    assert all(
+        account in binding["subjects"] or name_of(binding) == "specpipe-scaling-metrics"
+        for binding in of_kind(objects, "ClusterRoleBinding", "RoleBinding")
+    )
+
+
 def test_the_gpu_overlay_gives_each_rank_a_gpu() -> None:
     target = workload(built("overlays/gpu"), "target-worker")
     resources = container_of(target)["resources"]
