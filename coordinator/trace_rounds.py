@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from coordinator.trace_spans import (
     Attributes,
@@ -33,6 +34,10 @@ MAX_UNTOLD = 512
 """Draft steps of a session that may wait for the extension that tells of them."""
 MAX_REMEMBERED_ROUNDS = 64
 """Rounds that were written and may still get draft steps as children."""
+MAX_LINKS = 256
+"""Draft steps that a verification is linked to, as many as a tree has nodes. Beyond them a worker tells nonsense."""
+MAX_EVENTS = 256
+"""Events of a round; more are left out."""
 NUM_OPEN_ROUNDS = 6
 """Newest rounds that are held back: a draft step may take as long as several of them."""
 
@@ -71,6 +76,10 @@ class _Round:
     @property
     def end_base(self) -> int:
         return 0 if self.record is None else self.record.base + self.record.num_committed
+
+    def add_events(self, *events: SpanEvent) -> None:
+        """As far as there is room."""
+        self.events += events[: MAX_EVENTS - len(self.events)]
 
 
 class Rounds:
@@ -115,7 +124,7 @@ class Rounds:
             parent_id=a_round.span_id,
             process=worker.process,
             attributes=verify_attributes(worker.attributes, record, number),
-            links=tuple(dict.fromkeys(draft.span_id for draft in self._drafts_of(record.draft_steps))),
+            links=tuple(draft.span_id for draft in self._drafts_of(record.draft_steps)),
         )
         self._emit(span)
         self._emit_ranks(span, record, worker.attributes, start_ms)
@@ -135,7 +144,7 @@ class Rounds:
         if a_round is None or a_round.is_written:
             self._events.append((at_ms, event))
         else:
-            a_round.events.append(event)
+            a_round.add_events(event)
 
     # Told by the request's life
 
@@ -178,8 +187,9 @@ class Rounds:
             self._add_draft_ms(draft.round, draft_ms)
 
     def _drafts_of(self, numbers: tuple[int, ...]) -> Iterator[_Draft]:
-        for number in numbers:
-            yield from self._by_number.get(number, ())
+        """Each once, and no more than a round can have verified nodes of."""
+        drafts = chain.from_iterable(self._by_number.get(number, ()) for number in dict.fromkeys(numbers))
+        return islice(drafts, MAX_LINKS)
 
     def settle(self, length: int) -> None:
         """So many tokens are part of the answer. Rounds that can be written are."""
@@ -222,7 +232,7 @@ class Rounds:
         self._waiting = [draft for draft in self._waiting if draft.start_ms >= a_round.end_ms]
         for draft in own:
             self._put(draft, a_round)
-        a_round.events += [event for at_ms, event in self._events if at_ms < a_round.end_ms]
+        a_round.add_events(*(event for at_ms, event in self._events if at_ms < a_round.end_ms))
         self._events = [(at_ms, event) for at_ms, event in self._events if at_ms >= a_round.end_ms]
         return a_round
 

@@ -14,12 +14,14 @@ from trace_story import PROMPT, Story, a_hit_and_miss_story, a_request
 
 from coordinator.events import Kind
 from coordinator.requests import Question
+from coordinator.trace_rounds import MAX_EVENTS, MAX_LINKS
+from specpipe.codec_trace import trace_from_pb, trace_to_pb
 from specpipe.config import TelemetryConfig
 from specpipe.errors import ErrorCode, InvalidRequestError
-from specpipe.reports import Report, SessionEvent, SessionEventKind, StepKind, StepRecord
+from specpipe.reports import MAX_REPORT_RECORDS, Report, SessionEvent, SessionEventKind, StepKind, StepRecord
 from specpipe.spans import Role, Span, SpanKind
 from specpipe.telemetry.codec_otlp import export_request
-from specpipe.types import Commit, Failed, FinishReason, Origin
+from specpipe.types import Commit, Extension, Failed, FinishReason, Origin
 
 GOLDEN = Path(__file__).parent / "golden" / "trace.json"
 
@@ -473,3 +475,31 @@ def test_a_flood_of_steps_that_lead_to_nothing_costs_little_and_every_span_can_b
     times = [nanos for span in story.exported.spans for nanos in (span.start_unix_nanos, span.end_unix_nanos)]
     assert 0 <= min(times) <= max(times) < 2**63
     assert ExportTraceServiceRequest.FromString(export_request(story.exported.spans).SerializeToString())
+
+
+def test_a_flood_of_links_and_of_events_is_cut_short_and_the_trace_can_still_be_read() -> None:
+    story = Story()
+    story.admit()
+    draft, target = story.of(Kind.DRAFT), story.of(Kind.TARGET)
+    idle = tuple(draft.record(StepKind.DRAFT, 3.0, 0.0, base=3) for _ in range(MAX_REPORT_RECORDS))
+    told = draft.record(StepKind.DRAFT, 3.0, 1.0, base=3, share_ms=1.0)
+    story.say(draft, 4.0, draft.report(4.0, *idle))
+    extension = Extension(
+        session=draft.session, base=3, parents=(0,), tokens=(1,), confidences=(0.5,), draft_step=told.step,
+        draft_step_ms=1.0, draft_share_ms=2.0,
+    )  # fmt: skip
+    story.say(draft, 4.0, draft.report(4.0, told), extension)
+    story.run(6.0)
+    for number in range(1, 9):
+        record = target.record(StepKind.VERIFY, 6.0, 1.0, round=number, base=3, draft_steps=(1,) * 4096)
+        event = SessionEvent(kind=SessionEventKind.RESYNC, since_open_ms=target.since_open_ms(6.5))
+        story.say(target, 8.0, target.report(8.0, record, events=(event,) * MAX_REPORT_RECORDS))
+    story.run(10.0)
+    story.cancel()
+    story.close()
+    story.tracing.tick(1e9)
+    assert max(len(span.links) for span in story.named("verify")) == MAX_LINKS
+    assert max(len(span.events) for span in story.spans) <= MAX_EVENTS
+    kept = story.tracing.find("r")
+    assert kept is not None
+    assert len(trace_from_pb(trace_to_pb(kept)).spans) == len(story.spans)
