@@ -179,11 +179,13 @@ class GenerateClient:
             raise TraceNotFoundError(str(own)) if own.code is ErrorCode.NOT_FOUND else own from error
 
 
-def answer_once(address: str, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Answer:
+def answer_once(
+    address: str, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, tls: TlsConfig = NO_TLS
+) -> Answer:
     """For callers without an event loop: connect, ask one question, disconnect."""
 
     async def ask() -> Answer:
-        async with GenerateClient(address) as client:
+        async with GenerateClient(address, tls) as client:
             return await client.answer(request, timeout_s=timeout_s)
 
     return asyncio.run(ask())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,20 @@ def built(name: str) -> tuple[Object, ...]:
 def build(folder: Path) -> tuple[Object, ...]:
     text = run(program("kubectl", "kubernetes-client"), "kustomize", str(folder))
     return tuple(document for document in yaml.safe_load_all(text) if document)
+
+
+def with_components(folder: Path, *components: str) -> tuple[Object, ...]:
+    """The base with these, as an overlay of one's own would have them."""
+    paths = {name: os.path.relpath(K8S / name, folder.resolve()) for name in ("base", "components")}
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": "specpipe",
+        "resources": [paths["base"]],
+        "components": [f"{paths['components']}/{name}" for name in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    return build(folder)
 
 
 def of_kind(objects: tuple[Object, ...], *kinds: str) -> list[Object]:

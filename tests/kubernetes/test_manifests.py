@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-import yaml
 from jsonschema import Draft202012Validator
 from manifests import (
     ALL,
@@ -19,7 +17,6 @@ from manifests import (
     SERVICES,
     Object,
     all_containers,
-    build,
     built,
     container_of,
     flags,
@@ -29,6 +26,7 @@ from manifests import (
     pod_of,
     ports_of,
     probes_of,
+    with_components,
     workload,
     workloads,
 )
@@ -41,20 +39,6 @@ COMPONENTS = sorted(path.name for path in (K8S / "components").iterdir())
 
 each_kustomization = pytest.mark.parametrize("name", ALL)
 each_service = pytest.mark.parametrize("name", SERVICES)
-
-
-def with_components(folder: Path, *components: str) -> tuple[Object, ...]:
-    """The base with these, as an overlay of one's own would have them."""
-    paths = {name: os.path.relpath(K8S / name, folder.resolve()) for name in ("base", "components")}
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "namespace": "specpipe",
-        "resources": [paths["base"]],
-        "components": [f"{paths['components']}/{name}" for name in components],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return build(folder)
 
 
 def check(objects: tuple[Object, ...]) -> None:
