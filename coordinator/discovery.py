@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,7 +77,21 @@ def is_name(source: str) -> bool:
 
 
 async def resolve_name(host: str, port: int) -> list[str]:
-    """By the system's resolver."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [join_address(str(address[0]), port) for *_, address in found]
+    """By the system's resolver, which may take a minute to find out that nobody answers.
+
+    It is asked on a thread that nobody waits for: the event loop's own threads would hold up the end of the process.
+    """
+    answer: Future[list[str]] = Future()
+    answer.set_running_or_notify_cancel()
+    threading.Thread(target=_resolve, args=(host, port, answer), name=f"resolve {host}", daemon=True).start()
+    return await asyncio.wrap_future(answer)
+
+
+def _resolve(host: str, port: int, answer: Future[list[str]]) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        answer.set_result([join_address(str(address[0]), port) for *_, address in found])
+    except UnicodeError:  # before anybody is asked: a label that is empty or too long
+        answer.set_exception(OSError(f"{host!r} cannot be the name of a host"))
+    except OSError as error:
+        answer.set_exception(error)

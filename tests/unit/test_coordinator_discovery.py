@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -65,9 +68,7 @@ async def test_a_name_without_addresses_is_said_once(caplog: pytest.LogCaptureFi
     name = Name("dns:workers:6001")
     resolver = Resolver([], [])
     assert [await name.ask(resolver) for _ in range(2)] == [Change(), Change()]
-    assert [record.message for record in caplog.records] == [
-        "workers stands for no address now; it is asked for again"
-    ]
+    assert [record.message for record in caplog.records] == ["workers stands for no address now; it is asked for again"]
 
 
 async def test_the_systems_resolver_gives_addresses_as_they_are_dialled() -> None:
@@ -79,3 +80,32 @@ def test_what_begins_with_dns_is_a_name() -> None:
     assert is_name("dns:workers:6001")
     assert not is_name("workers:6001")
     assert Name("dns:[::1]:6001").host == "::1"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70, "."])
+async def test_what_can_be_no_host_is_not_resolved_and_nothing_more(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await Name(f"dns:{host}:6001").ask(resolve_name) == Change()
+    assert "cannot be the name of a host" in caplog.text
+
+
+def test_a_resolver_that_says_nothing_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_ended = threading.Event()
+
+    def look_up(*_: object, **__: object) -> list[object]:
+        has_ended.wait()
+        return []
+
+    async def give_up() -> None:
+        asking = asyncio.ensure_future(resolve_name("workers", 6001))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    asyncio.run(give_up())
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "resolve workers")
+    has_ended.set()
+    thread.join()
