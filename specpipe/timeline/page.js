@@ -119,7 +119,8 @@ scroll.addEventListener("wheel", (event) => {
   event.preventDefault();
   zoom(scale * 1.2 ** -Math.sign(event.deltaY), event.clientX - scroll.getBoundingClientRect().x);
 }, { passive: false });
-scroll.addEventListener("keydown", (event) => {
+document.addEventListener("keydown", (event) => {
+  if (event.target === slider) return;
   const action = {
     ArrowRight: () => step(1), ArrowLeft: () => step(-1), "+": () => zoom(scale * 1.5), "-": () => zoom(scale / 1.5),
     0: () => zoom(least()),

@@ -61,7 +61,7 @@ def _header(timeline: Timeline) -> Iterator[str]:
     for tone, word, ms in (("accepted", "hidden", totals.hidden_ms), ("exposed", "exposed", totals.exposed_ms)):
         if ms:
             share = ms / (totals.hidden_ms + totals.exposed_ms)
-            label = f"{word} {ms_text(ms)}" if share > 0.15 else ""
+            label = f"<b>{word} {ms_text(ms)}</b>" if share > 0.15 else ""
             kind = f"{tone} {tone}-ink{'' if label else ' nothing'}"
             yield f'<span class="{kind}" style="flex:{share:.4f} 1 0">{label}</span>'
     yield "</div>"
@@ -180,5 +180,6 @@ def _tone_rules() -> str:
         if tone in HATCHED:
             line = f"var(--{name}-line)"
             ground = f"repeating-linear-gradient(135deg, {line} 0 1.5px, var(--{name}) 1.5px 6px)"
+            rules.append(f".{name} b {{ background: var(--{name}); border-radius: 3px; }}")
         rules.append(f".{name} {{ background: {ground}; }} .{name}-ink {{ color: var(--{name}-ink); }}")
     return "\n".join(rules)

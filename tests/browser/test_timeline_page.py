@@ -54,7 +54,6 @@ async def scale_of(page: Page) -> float:
 
 async def test_arrow_keys_go_from_round_to_round_and_say_what_each_was(browser: Browser, tmp_path: Path) -> None:
     async with reading(browser, four_rounds(), tmp_path) as page:
-        await page.focus(".scroll")
         said = []
         for _ in range(4):
             await page.keyboard.press("ArrowRight")
