@@ -248,7 +248,7 @@ class DraftLoop:
         if session.is_finished or session.is_parked:
             return
         if had_slots:
-            logger.info("drafting of session %d ends at %d tokens: %s", session.id, session.base, session.stop_reason)
+            logger.debug("drafting of session %d ends at %d tokens: %s", session.id, session.base, session.stop_reason)
         if session.recorder is not None:
             session.recorder.end_drafting(self._clock(), base=session.base)
 
