@@ -42,7 +42,7 @@ from coordinator.events import (
 )
 from coordinator.links import Connect, WorkerLinks, connect_worker
 from coordinator.metrics import CoordinatorMetrics, RequestCount
-from coordinator.pools import AVOID_MS, Connection, Pool
+from coordinator.pools import Connection, Pool
 from coordinator.request_trace import RequestTrace
 from coordinator.requests import Request
 from coordinator.settings import DriverSettings
@@ -52,6 +52,7 @@ from specpipe.config import CoordinatorConfig
 from specpipe.errors import (
     CapacityError,
     DuplicateRequestError,
+    ErrorCode,
     RequestCancelledError,
     SpecpipeError,
     WorkerUnavailableError,
@@ -323,7 +324,7 @@ class Coordinator:
             if isinstance(message, Failed):
                 connection.close(message.session, _now_ms())  # Closed follows
                 if message.is_retryable:
-                    connection.avoided_until_ms = _now_ms() + AVOID_MS
+                    connection.refuse(_now_ms(), is_ending=message.code is ErrorCode.UNAVAILABLE)
             if isinstance(message, Closed):
                 self._forget(connection, message.session)
                 _tell_over(stream, message.session)
@@ -345,7 +346,14 @@ class Coordinator:
         for session in tuple(connection.sessions):
             stream = self._by_session[session]
             self._forget(connection, session)
-            self._handle(stream, Lost(connection.kind, session, reason, stalled_ms=connection.stalled_ms))
+            lost = Lost(
+                connection.kind,
+                session,
+                reason,
+                stalled_ms=connection.stalled_ms,
+                was_draining=connection.is_draining,
+            )
+            self._handle(stream, lost)
             _tell_over(stream, session)
 
     def _forget(self, connection: Connection, session: int) -> None:

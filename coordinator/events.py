@@ -68,6 +68,7 @@ class Lost:
     session: int
     reason: str
     stalled_ms: float = 0.0  # how long the worker had got nothing done by then
+    was_draining: bool = False  # the worker had said that it would end
 
 
 @dataclass(frozen=True, slots=True)

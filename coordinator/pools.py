@@ -17,6 +17,7 @@ from specpipe.types import Heartbeat, SessionMessage
 
 MAX_BACKOFF_S = 4.0  # a dial costs little, a worker that is back and not used costs more
 AVOID_MS = 1_000.0  # a worker that refused a session for now is asked again after this
+AVOID_ENDING_MS = 30_000.0  # ... and one that refused it because it ends, should it still be there
 CLOSING_MS = 30_000.0  # a session that was closed this long ago is forgotten, answered or not
 
 
@@ -64,6 +65,20 @@ class Connection:
     def has_room(self) -> bool:
         max_sessions = self.link.hello.max_sessions
         return not max_sessions or len(self.sessions) < max_sessions
+
+    @property
+    def may_be_used(self) -> bool:
+        """Now, or when it has room."""
+        return not (self.is_suspect or self.is_leaving or self.is_draining)
+
+    @property
+    def is_draining(self) -> bool:
+        """It says that it ends: it would refuse new sessions."""
+        return self.link.heartbeat.is_draining
+
+    def refuse(self, now_ms: float, *, is_ending: bool) -> None:
+        """It has not taken a session: for now, or because it ends."""
+        self.avoided_until_ms = now_ms + (AVOID_ENDING_MS if is_ending else AVOID_MS)
 
     @property
     def process(self) -> Process:
@@ -120,10 +135,9 @@ class Pool:
     @property
     def is_ready(self) -> bool:
         """Some worker may be given sessions, now or when others end."""
-        return any(not (connection.is_suspect or connection.is_leaving) for connection in self._connections.values())
+        return any(connection.may_be_used for connection in self._connections.values())
 
     def place(self, now_ms: float) -> Connection | None:
         """The worker with the fewest sessions of those with room; the longest connected of equals."""
-        may = [c for c in self if not (c.is_suspect or c.is_leaving)]
-        fit = [c for c in may if c.has_room and c.avoided_until_ms <= now_ms]
+        fit = [c for c in self if c.may_be_used and c.has_room and c.avoided_until_ms <= now_ms]
         return min(fit, key=lambda connection: (len(connection.sessions), connection.number), default=None)

@@ -68,7 +68,7 @@ from specpipe.types import (
 logger = logging.getLogger(__name__)
 
 MAX_STORY = 40  # entries kept for the report of an InvariantError
-MAX_TARGET_MOVES = 8  # target sessions lost before the request is given up
+MAX_TARGET_MOVES = 8  # target sessions lost to faults before the request is given up
 REFUSALS = (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNAVAILABLE)  # of a worker that is full, or drains
 
 
@@ -157,7 +157,7 @@ class RequestMachine:
                     self._hear_draft(message, self.draft)
             case Lost(kind=Kind.TARGET):
                 if self.target is not None and event.session == self.target.session:
-                    self._lose_target(event.reason, event.stalled_ms)
+                    self._lose_target(event.reason, event.stalled_ms, is_fault=not event.was_draining)
             case Lost():
                 if self.draft is not None and event.session == self.draft.session:
                     self._draft.lose(self._now_ms)
@@ -239,10 +239,10 @@ class RequestMachine:
         else:
             self._lose_target(failed.message)
 
-    def _lose_target(self, reason: str, stalled_ms: float = 0.0) -> None:
-        """It is gone, and has done nothing for this request for so long already."""
+    def _lose_target(self, reason: str, stalled_ms: float = 0.0, *, is_fault: bool = True) -> None:
+        """It is gone, and has done nothing for this request for so long already. An end in order is no fault."""
         self.target = None
-        self._num_target_moves += 1
+        self._num_target_moves += is_fault
         self.transcript.target_moved()
         if self._num_target_moves > MAX_TARGET_MOVES:
             message = f"target sessions were lost {self._num_target_moves} times, the last because {reason}"
@@ -305,6 +305,9 @@ class RequestMachine:
                 self._refuse_draft(draft, f"it claims {have} tokens where {len(self.tokens)} are committed")
             case NeedTokens(have=have):
                 self._answer_need(draft, have)
+            case Failed(code=ErrorCode.UNAVAILABLE, is_retryable=True):
+                self._draft.lose(self._now_ms)  # the worker ends: another may take over at once
+                self._tell_no_draft()
             case Failed():
                 self._draft.fail(self._now_ms, is_retryable=message.is_retryable)
                 self._tell_no_draft()

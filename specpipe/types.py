@@ -237,6 +237,7 @@ class Heartbeat:
     step_running_ms: float = 0.0  # how long it has run; 0: none runs
     num_sessions: int = 0
     num_free_slots: int = 0
+    is_draining: bool = False  # it takes no new session, and ends when its own have ended or its grace is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from specpipe.process import Lifecycle, lifecycle, serve_until_stopped
 from specpipe.reports import Report
 from specpipe.server import Server, create_server
 from specpipe.telemetry.worker_telemetry import WorkerTelemetry
-from specpipe.types import Batch, Close, Closed, Extension, Failed, Hello, Open
+from specpipe.types import Batch, Close, Closed, Extension, Failed, Heartbeat, Hello, Open
 from specpipe.worker_stream import (
     END,
     PROTOCOL_VERSION,
@@ -93,6 +93,9 @@ class WorkerService:
     def add_to(self, server: Server) -> None:
         self._wire.add_to_server(self, server.grpc_server)
 
+    def heartbeat(self) -> Heartbeat:
+        return replace(self._thread.heartbeat(), is_draining=self._is_draining)
+
     @property
     def is_healthy(self) -> bool:
         """True if a session opened now would be worked on."""
@@ -127,7 +130,7 @@ class WorkerService:
         hello = self._require_hello()
         return self._wire.info_response(
             hello=codec_hello.hello_to_pb(hello),
-            heartbeat=codec_hello.heartbeat_to_pb(self._thread.heartbeat()),
+            heartbeat=codec_hello.heartbeat_to_pb(self.heartbeat()),
             vocabulary=await self._vocabulary_pb(request.num_vocabulary_ids),
         )
 
@@ -182,7 +185,7 @@ class _StreamOfCoordinator:
             read=context.read,
             write=context.write,
             wrap=self._service._wire.response,
-            heartbeat=self._thread.heartbeat,
+            heartbeat=self._service.heartbeat,
             on_batch=self._receive,
             on_silence=self._pause,
         )

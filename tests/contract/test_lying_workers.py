@@ -192,7 +192,8 @@ class Telling:
 @pytest.fixture(autouse=True)
 def soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that failed a session for now is asked again soon: liars fail every one."""
-    monkeypatch.setattr("coordinator.driver.AVOID_MS", 20.0)
+    monkeypatch.setattr("coordinator.pools.AVOID_MS", 20.0)
+    monkeypatch.setattr("coordinator.pools.AVOID_ENDING_MS", 20.0)
 
 
 @pytest.mark.timeout(300)  # the liar does much work to lie, on the same core

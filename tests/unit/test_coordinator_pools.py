@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.events import Kind
-from coordinator.pools import CLOSING_MS, Backoff, Connection, Pool
+from coordinator.pools import AVOID_ENDING_MS, AVOID_MS, CLOSING_MS, Backoff, Connection, Pool
 from specpipe.types import Heartbeat, Hello, ModelInfo, SessionMessage
 
 MODEL = ModelInfo(
@@ -47,6 +47,24 @@ def test_the_least_loaded_worker_with_room_takes_the_session() -> None:
     assert placed(connection(1, 0, is_suspect=True), connection(2, 3)) == 2
     assert placed(connection(1, 0, avoided_until_ms=1001.0), connection(2, 3)) == 2
     assert placed(connection(1, 0, avoided_until_ms=1000.0), connection(2, 3)) == 1
+
+
+def test_a_worker_that_says_it_drains_gets_nothing_whatever_it_has_refused() -> None:
+    draining = connection(1, 0)
+    draining.link.heartbeat = Heartbeat(is_draining=True)
+    assert placed(draining, connection(2, 3)) == 2
+    assert placed(draining) is None
+    pool = Pool(Kind.TARGET)
+    pool.add(draining)
+    assert not pool.is_ready
+
+
+def test_a_worker_that_refuses_because_it_ends_is_avoided_for_longer_than_one_that_is_full() -> None:
+    full, ending = connection(1), connection(2)
+    full.refuse(0.0, is_ending=False)
+    ending.refuse(0.0, is_ending=True)
+    assert full.avoided_until_ms == AVOID_MS
+    assert ending.avoided_until_ms == AVOID_ENDING_MS > AVOID_MS
 
 
 def test_a_pool_is_ready_while_a_worker_may_be_given_sessions_sooner_or_later() -> None:

@@ -161,11 +161,11 @@ class World:
     def hear(self, kind: Kind, message: Any) -> None:
         self.do(Received(kind, message))
 
-    def lose(self, kind: Kind, stalled_ms: float = 0.0) -> None:
+    def lose(self, kind: Kind, stalled_ms: float = 0.0, *, was_draining: bool = False) -> None:
         session = self.session(kind)
         if session is not None:
             del self.sessions[session]
-            self.do(Lost(kind, session, "it died", stalled_ms))
+            self.do(Lost(kind, session, "it died", stalled_ms, was_draining))
 
     def tick(self, ms: float = 300.0) -> None:
         self.now_ms += ms
@@ -388,6 +388,25 @@ def test_targets_that_keep_dying_are_given_up() -> None:
         world.tick()
     assert isinstance(world.error, WorkerUnavailableError)
     assert world.sessions == {}
+
+
+def test_targets_that_end_in_order_may_be_any_number() -> None:
+    world = started()
+    for _ in range(3 * MAX_TARGET_MOVES):
+        world.lose(Kind.TARGET, was_draining=True)
+        world.tick()
+    assert world.error is None
+    assert world.session(Kind.TARGET) is not None
+
+
+def test_a_draft_worker_that_ends_is_replaced_at_once() -> None:
+    world = started()
+    draft = world.session(Kind.DRAFT)
+    assert draft is not None
+    world.hear(Kind.DRAFT, Failed(session=draft, code=ErrorCode.UNAVAILABLE, message="ends", is_retryable=True))
+    del world.sessions[draft]
+    world.tick(1)
+    assert world.session(Kind.DRAFT) not in (None, draft)
 
 
 @pytest.mark.parametrize(

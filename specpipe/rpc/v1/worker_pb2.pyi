@@ -779,10 +779,13 @@ class Heartbeat(_message.Message):
     STEP_RUNNING_MS_FIELD_NUMBER: _builtins.int
     NUM_SESSIONS_FIELD_NUMBER: _builtins.int
     NUM_FREE_SLOTS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     step_running_ms: _builtins.float
     num_sessions: _builtins.int
     num_free_slots: _builtins.int
+    is_draining: _builtins.bool
+    """The worker ends soon: it takes no new session, and those that it has go on until its grace is over."""
     def __init__(
         self,
         *,
@@ -790,10 +793,11 @@ class Heartbeat(_message.Message):
         step_running_ms: _builtins.float = ...,
         num_sessions: _builtins.int = ...,
         num_free_slots: _builtins.int = ...,
+        is_draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_free_slots", b"num_free_slots", "num_sessions", b"num_sessions", "step", b"step", "step_running_ms", b"step_running_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_draining", b"is_draining", "num_free_slots", b"num_free_slots", "num_sessions", b"num_sessions", "step", b"step", "step_running_ms", b"step_running_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
