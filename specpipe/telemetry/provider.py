@@ -45,6 +45,8 @@ CLOSE_TIMEOUT_S = 1.5
 take up to twice their own CLOSE_S: nobody waits longer than 5 s for an end."""
 REQUEST_TIMEOUT_S = 10.0
 """Of a scraper that says nothing."""
+MAX_SCRAPERS = 64
+"""Connections at once, each with a thread and a descriptor; more are closed."""
 
 
 class Provider:
@@ -238,6 +240,23 @@ class _Handler(MetricsHandler):
 
 class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._free = threading.Semaphore(MAX_SCRAPERS)
+        super().__init__(*args, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On the thread that accepts."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def server_bind(self) -> None:
         """Without the library's search for the host's name, which may wait for a name server."""

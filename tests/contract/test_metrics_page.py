@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -101,6 +103,34 @@ async def test_only_metrics_are_served_and_a_scraper_that_says_nothing_keeps_nob
             assert (await asyncio.to_thread(scrape, address)).values
         with pytest.raises(urllib.error.HTTPError, match="404"):
             await asyncio.to_thread(urllib.request.urlopen, f"http://{address}/")
+
+
+async def test_idle_connections_take_no_more_than_so_many_threads() -> None:
+    async with coordinator_process().told() as address:
+        host, _, port = address.rpartition(":")
+        num_before = threading.active_count()
+        with contextlib.ExitStack() as open_connections:
+            for _ in range(3 * provider.MAX_SCRAPERS):
+                open_connections.enter_context(socket.create_connection((host, int(port))))
+            with socket.create_connection((host, int(port))) as refused:  # after all of them
+                assert await asyncio.to_thread(_read_end, refused) == b""
+            assert threading.active_count() <= num_before + provider.MAX_SCRAPERS + 2
+        assert await eventually_scraped(address)
+
+
+def _read_end(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+async def eventually_scraped(address: str) -> bool:
+    """Threads of connections that are closed end by themselves."""
+    while True:
+        with contextlib.suppress(OSError):
+            return bool((await asyncio.to_thread(scrape, address)).values)
+        await asyncio.sleep(0)
 
 
 async def test_a_port_that_is_taken_is_one_sentence() -> None:
