@@ -15,6 +15,8 @@ _SHUT_OUT: Final = "it closed the connection at once: it may want TLS, or a cert
 _UNAVAILABLE: Final = (
     ("hostname verification", "its certificate is for another name than the one it was called by"),
     ("wrong_version_number", "it does not speak TLS: check the address, or leave the TLS flags out"),
+    ("certificate has expired", "its certificate has expired"),
+    ("certificate is not yet valid", "its certificate is not valid yet: check the clocks"),
     ("certificate_verify_failed", "its certificate is not signed by the CA that was named with --tls-ca"),
     ("handshake failed", "no TLS connection to it can be made: check the certificates"),
     ("connection refused", "nothing listens there: it is not started, or the address is wrong"),

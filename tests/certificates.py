@@ -34,14 +34,15 @@ class Authority:
     def ca(self) -> str:
         return str(self.folder / "ca.crt")
 
-    def issue(self, file_name: str, *names: str) -> TlsConfig:
-        """A certificate for these names, and the CA to check others by."""
+    def issue(self, file_name: str, *names: str, num_days: int = 2) -> TlsConfig:
+        """A certificate for these names, and the CA to check others by. With a negative `num_days` it has expired."""
         entries = ("IP:" + name if name[0].isdigit() else "DNS:" + name for name in names)
         (self.folder / f"{file_name}.ext").write_text("subjectAltName=" + ",".join(entries))
         request = ("-keyout", f"{file_name}.key", "-out", f"{file_name}.csr", "-subj", f"/CN={file_name}")
         _openssl(self.folder, "req", *_KEY, *request)
-        signing = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", f"{file_name}.ext", "-days", "2")
-        _openssl(self.folder, "x509", "-req", "-in", f"{file_name}.csr", *signing, "-out", f"{file_name}.crt")
+        signing = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", f"{file_name}.ext")
+        made = ("-in", f"{file_name}.csr", "-out", f"{file_name}.crt", "-days", str(num_days))
+        _openssl(self.folder, "x509", "-req", *signing, *made)
         return self.config(file_name)
 
     def config(self, file_name: str) -> TlsConfig:

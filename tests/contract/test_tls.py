@@ -98,6 +98,12 @@ async def test_a_certificate_for_another_name_is_refused(ours: Authority) -> Non
             await ask(server, ours.config("client"), name="draft-worker")
 
 
+async def test_a_certificate_that_has_expired_is_told_from_one_of_another_ca(ours: Authority) -> None:
+    async with serving(ours.issue("expired", "127.0.0.1", num_days=-1)) as server:
+        with pytest.raises(WorkerUnavailableError, match="its certificate has expired"):
+            await ask(server, ours.config("client"))
+
+
 async def test_without_a_ca_a_server_asks_for_no_certificate(ours: Authority) -> None:
     async with serving(replace(ours.config("server"), ca="")) as server:
         assert await ask(server, TlsConfig(ca=ours.ca))
