@@ -51,6 +51,7 @@ async def test_an_answer_streams_with_each_token_in_the_dress_of_its_origin(brow
         assert len(set(styles.values())) == len(styles)
         statistics = await visit.page.inner_text(".statistics")
         assert "80 tokens in" in statistics
+        assert "(length)" in statistics
         assert f"{counts['accepted']} of 80" in statistics
         await visit.page.click("summary")
         assert "Target steps for this answer" in await visit.page.inner_text(".meanings")
