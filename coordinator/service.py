@@ -202,6 +202,8 @@ class App:
 
         page = LivePage(self.coordinator, begin=self._service.begin, facts=lambda: self._service.facts)
         self.http_address = page.address
+        if self.config.server.tls.is_on:
+            logger.warning("the live page at %s has no TLS and asks for no certificate", page.address)
         async with page.running():
             yield
 

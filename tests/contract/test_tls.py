@@ -14,7 +14,7 @@ from certificates import Authority
 from fake_step_loop import FakeWorker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.service import check_config
+from coordinator.service import App, check_config
 from specpipe.config import CoordinatorConfig, ServerConfig, TlsConfig
 from specpipe.errors import ConfigError, WorkerUnavailableError
 from specpipe.server import Server, create_channel, create_server, status_errors
@@ -60,6 +60,13 @@ async def ask(server: Server, tls: TlsConfig, **options: Any) -> bool:
 async def test_both_sides_with_certificates_of_one_ca(ours: Authority) -> None:
     async with serving(ours.config("server")) as server:
         assert await ask(server, ours.config("client"))
+
+
+async def test_a_live_page_beside_certificates_is_warned_of(ours: Authority, caplog: pytest.LogCaptureFixture) -> None:
+    config = CoordinatorConfig(targets=("127.0.0.1:1",), http_port=0, server=ServerConfig(tls=ours.config("server")))
+    app = App(config, create_server(config.server, []))
+    async with app.running():
+        assert f"the live page at {app.http_address} has no TLS and asks for no certificate" in caplog.messages
 
 
 async def test_a_client_that_checks_by_another_ca_refuses_the_server(ours: Authority, theirs: Authority) -> None:
