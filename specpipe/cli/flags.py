@@ -148,15 +148,15 @@ def telemetry_config(flags: TelemetryFlags) -> TelemetryConfig:
 
 def checked_worker(flag: str, source: str) -> str:
     """Raises ConfigError unless it is HOST:PORT or dns:HOST:PORT."""
-    checked_address(flag, source.removeprefix("dns:"))
+    checked_address(flag, source.removeprefix("dns:"), form="[dns:]HOST:PORT", given=source)
     return source
 
 
-def checked_address(flag: str, address: str) -> str:
-    """Raises ConfigError unless it is HOST:PORT."""
+def checked_address(flag: str, address: str, *, form: str = "HOST:PORT", given: str | None = None) -> str:
+    """Raises ConfigError, which names the form wanted and what was given, unless the address is HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{flag} needs HOST:PORT, got {address!r}")
+        raise ConfigError(f"{flag} needs {form}, got {(given or address)!r}")
     return address
 
 

@@ -46,10 +46,10 @@ Drafter = Literal["model", "ngram", "none"]
 class CoordinatorFlags:
     """Flags of `coordinator` alone; see CoordinatorConfig."""
 
-    target: Annotated[list[str], option("Target worker; dns: stands for all of a name.", metavar="[dns:]HOST:PORT")] = (
-        field(default_factory=list)
-    )
-    draft: Annotated[list[str], option("Draft worker; may be repeated too.", metavar="[dns:]HOST:PORT")] = field(
+    target: Annotated[
+        list[str], option("Target worker; may be repeated. dns: all of a name.", metavar="[dns:]HOST:PORT")
+    ] = field(default_factory=list)
+    draft: Annotated[list[str], option("Draft worker; the same goes for it.", metavar="[dns:]HOST:PORT")] = field(
         default_factory=list
     )
     tokenizer: Annotated[str, option("Folder or hub name.  [the target model's name]", metavar="MODEL")] = ""

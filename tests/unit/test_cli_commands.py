@@ -61,7 +61,7 @@ NOBODY = "127.0.0.1:9"
         (["generate", "x", "--target", "/no/such/folder"], "no such model folder"),
         (["serve", "--target", "/no/such/folder"], "no such model folder"),
         (["coordinator"], "--target HOST:PORT"),
-        (["coordinator", "--target", "host"], "--target needs HOST:PORT"),
+        (["coordinator", "--target", "host"], "--target needs [dns:]HOST:PORT"),
         (["target-worker", "--model", "/no/such/folder"], "no such model folder"),
         (["target-worker", "--core", "9999"], "core 9999 is not one of this process's cores"),
         (["target-worker", "--rank-core", "9999", "--tensor-parallel-size", "2"], "core 9999 is not one of"),
@@ -290,4 +290,4 @@ def test_a_worker_is_an_address_or_a_name_with_a_port(
     flag: str, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["coordinator", "--target", "127.0.0.1:1", flag, source]) == 2
-    assert capsys.readouterr().err == f"error: {flag} needs HOST:PORT, got {source.removeprefix('dns:')!r}\n"
+    assert capsys.readouterr().err == f"error: {flag} needs [dns:]HOST:PORT, got {source!r}\n"
