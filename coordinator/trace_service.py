@@ -28,7 +28,7 @@ class TraceService(trace_pb2_grpc.TraceServiceServicer):
         kept = self._tracing.find(request.request_id)
         if kept is None:
             raise TraceNotFoundError(
-                f"nothing is kept of a request {request.request_id!r}: only the last requests are that were sampled at "
-                "trace level round, or that asked for it with trace: true (specpipe generate --trace)"
+                f"no trace is kept of a request {request.request_id!r}: only of the last requests, and of these if "
+                "sampled at trace level round or debug, or asked with trace: true (specpipe generate --trace)"
             )
         return trace_to_pb(kept)

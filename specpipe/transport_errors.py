@@ -13,7 +13,11 @@ _SHUT_OUT: Final = "it closed the connection at once: it may want TLS, or a cert
 
 # The first part that gRPC's text (1.81 to 1.85) contains decides.
 _UNAVAILABLE: Final = (
-    ("hostname verification", "its certificate is for another name than the one it was called by"),
+    (
+        "hostname verification",
+        "its certificate is for another name than the one it was called by (of a worker called by IP address or found "
+        "by dns: it must be for target-worker or draft-worker)",
+    ),
     ("wrong_version_number", "it does not speak TLS: check the address, or leave the TLS flags out"),
     ("certificate has expired", "its certificate has expired"),
     ("certificate is not yet valid", "its certificate is not valid yet: check the clocks"),
