@@ -236,7 +236,7 @@ def _axis(scale: Scale, top: float, bottom: float) -> Iterator[str]:
     for ms, text in ticks(scale.start_ms, scale.end_ms, PLOT // 110):
         x = LEFT + scale.place(ms)
         yield f'<path class="tick" d="M{x:.1f} {top + 14:.1f}V{bottom:.1f}"/>'
-        if x + 3 + len(text) * CHAR <= WIDTH:
+        if x + 3 + len(text) * CHAR <= WIDTH - 6:
             yield f'<text class="dim" x="{x + 3:.1f}" y="{top + 10:.1f}">{text}</text>'
 
 
