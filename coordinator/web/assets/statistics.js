@@ -6,7 +6,7 @@ export function statisticsOf({ usage, timing, speculation, finish_reason: reason
   const rows = [
     [
       "answer",
-      `${count(usage.completion_tokens, "token")} in ${milliseconds(timing.total_ms)}`,
+      `${count(usage.completion_tokens, "token")} in ${milliseconds(timing.total_ms)} (${reason})`,
       reason === "length" ? "Ended at the number of tokens allowed." : "Ended by itself, or at a stop text.",
     ],
     ["first token", milliseconds(timing.ttft_ms), "From the arrival of the question to the first tokens."],
