@@ -155,7 +155,7 @@ def checked_worker(flag: str, source: str) -> str:
 def checked_address(flag: str, address: str, *, form: str = "HOST:PORT", given: str | None = None) -> str:
     """Raises ConfigError, which names the form wanted and what was given, unless the address is HOST:PORT."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"{flag} needs {form}, got {(given or address)!r}")
     return address
 
