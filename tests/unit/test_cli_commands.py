@@ -56,7 +56,7 @@ NOBODY = "127.0.0.1:9"
         (["generate", "x", "--mode"], "requires an argument"),
         (["generate", "x", "--target", ""], "--target must name"),
         (["generate", "x", "--connect", "nowhere"], "--connect needs HOST:PORT"),
-        (["generate", "x", "--connect", "http://localhost:1"], "--connect needs HOST:PORT, got .http://localhost:1"),
+        (["generate", "x", "--connect", "http://localhost:1"], "--connect needs HOST:PORT, got 'http://localhost:1'"),
         (["generate", "x", "--connect", NOBODY, "--draft", "none"], "--draft cannot be used with --connect"),
         (["generate", "x", "--connect", NOBODY, "--no-pin"], "--no-pin cannot be used with --connect"),
         (["generate", "x", "--target", "/no/such/folder"], "no such model folder"),
