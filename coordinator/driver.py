@@ -34,6 +34,7 @@ from coordinator.events import (
     Kind,
     Lost,
     Placed,
+    Placement,
     Received,
     Seek,
     Send,
@@ -213,9 +214,7 @@ class Coordinator:
     def _can_admit(self) -> bool:
         """A request may run if there is room; without any target it runs too, for its wait is bounded then."""
         target = self.pools[Kind.TARGET]
-        return len(self._running) < self.config.max_sessions and (
-            not target.is_ready or target.place(_now_ms()) is not None
-        )
+        return len(self._running) < self.config.max_sessions and (not target.is_ready or target.can_place(_now_ms()))
 
     def _admit(self) -> None:
         """First come, first served."""
@@ -269,7 +268,9 @@ class Coordinator:
                 stream.fail(error)
 
     def _place(self, stream: AnswerStream, kind: Kind) -> None:
-        connection = self.pools[kind].place(_now_ms())
+        machine = stream.machine
+        host = self._host_of(machine.target) if kind is Kind.DRAFT else ""
+        connection = self.pools[kind].place(_now_ms(), machine.tokens, host=host)
         if connection is None:
             self._handle(stream, Unplaced(kind))
             return
@@ -279,6 +280,11 @@ class Coordinator:
         if stream.trace is not None:
             stream.trace.place(kind, session, connection.process, _now_ms())
         self._handle(stream, Placed(kind, connection.number, session))
+
+    def _host_of(self, placement: Placement | None) -> str:
+        """Where the worker of this session runs; empty: nowhere, or it does not tell."""
+        connection = None if placement is None else self._links.get(placement.worker)
+        return "" if connection is None else connection.link.hello.process.host
 
     # Time
 

@@ -1,17 +1,18 @@
 """Which workers there are, and which one takes the next session.
 
-Owns: the book of live connections of a kind, placement by load, back-off. Must not know: asyncio, gRPC, requests.
-`coordinator.links` dials; this module only decides.
+Owns: the book of live connections of a kind, which of them may be used, back-off. Must not know: asyncio, gRPC,
+requests, which one is best (`coordinator.placing`). `coordinator.links` dials; this module only decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.events import Kind
 from coordinator.fit import VocabularyLink
+from coordinator.placing import Candidate, Prefixes, choose
 from specpipe.spans import Process, Role
 from specpipe.types import Heartbeat, SessionMessage
 
@@ -67,9 +68,25 @@ class Connection:
         return not max_sessions or len(self.sessions) < max_sessions
 
     @property
+    def candidate(self) -> Candidate:
+        """What counts where a session is placed."""
+        hello, heartbeat = self.link.hello, self.link.heartbeat
+        return Candidate(
+            number=self.number,
+            num_sessions=len(self.sessions),
+            max_sessions=hello.max_sessions,
+            num_free_slots=heartbeat.num_free_slots,
+            host=hello.process.host,
+        )
+
+    @property
     def may_be_used(self) -> bool:
         """Now, or when it has room."""
         return not (self.is_suspect or self.is_leaving or self.is_draining)
+
+    def can_take(self, now_ms: float) -> bool:
+        """A session, now."""
+        return self.may_be_used and self.has_room and self.avoided_until_ms <= now_ms
 
     @property
     def is_draining(self) -> bool:
@@ -116,6 +133,7 @@ class Pool:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self._connections: dict[int, Connection] = {}
+        self._prefixes = Prefixes()
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._connections.values()))
@@ -137,7 +155,14 @@ class Pool:
         """Some worker may be given sessions, now or when others end."""
         return any(connection.may_be_used for connection in self._connections.values())
 
-    def place(self, now_ms: float) -> Connection | None:
-        """The worker with the fewest sessions of those with room; the longest connected of equals."""
-        fit = [c for c in self if c.may_be_used and c.has_room and c.avoided_until_ms <= now_ms]
-        return min(fit, key=lambda connection: (len(connection.sessions), connection.number), default=None)
+    def can_place(self, now_ms: float) -> bool:
+        return any(connection.can_take(now_ms) for connection in self)
+
+    def place(self, now_ms: float, tokens: Sequence[int] = (), *, host: str = "") -> Connection | None:
+        """The worker that takes a session of this text, near `host` where that is known; None: none can now."""
+        candidates = [connection.candidate for connection in self if connection.can_take(now_ms)]
+        chosen = choose(candidates, tokens, self._prefixes, host=host)
+        if chosen is None:
+            return None
+        self._prefixes.note(tokens, chosen.number)
+        return self._connections[chosen.number]

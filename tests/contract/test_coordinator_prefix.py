@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from coordinator_cluster import Worker, cluster, draft_model, target_model
+from coordinator_cluster import Reading, Worker, ask, cluster, draft_model, target_model
 from waiting import wait_until
 
 from specpipe.client import Answer, GenerateRequest
@@ -72,3 +72,24 @@ async def test_choices_of_one_prompt_share_it_and_differ() -> None:
     assert len({tuple(answer.token_ids) for answer in answers}) == 5
     assert at_target.num_rows <= 200 + 5 * 20
     assert [cached(answer) for answer in answers] == [0] + [199] * 4
+
+
+async def test_a_prompt_goes_to_the_target_that_has_computed_it_before() -> None:
+    """Not to the one that has been connected longest, which is as idle by then."""
+    targets = [Worker("target", target_model()) for _ in range(2)]
+    async with cluster(targets, []) as service:
+        request = GenerateRequest(prompt=PROMPT, temperature=0, seed=1, max_tokens=12, mode=Mode.OFF)
+        for worker in targets:
+            worker.gate.clear()
+        occupying = Reading(service, ask(mode=Mode.OFF))
+        await wait_until(lambda: sum(worker.num_sessions for worker in targets) == 1)
+        (free,) = [worker for worker in targets if not worker.num_sessions]
+        free.gate.set()
+        first = await service.client.answer(request, timeout_s=30)
+        for worker in targets:
+            worker.gate.set()
+        await occupying.task
+        await wait_until(lambda: service.is_idle)
+        second = await service.client.answer(request, timeout_s=30)
+        assert [cached(first), cached(second)] == [0, 199]
+        assert first.token_ids == second.token_ids

@@ -67,9 +67,8 @@ async def test_a_refusal_is_enough_where_the_worker_does_not_say_that_it_drains(
     targets, drafts = pair_of_each()
     async with cluster(targets, drafts) as service:
         expected = await plain(service)
-        leaving = (targets if kind is Kind.TARGET else drafts)[0]
-        connection = connection_to(service, leaving)
-        assert connection is not None
+        connection = min(service.coordinator.pools[kind], key=lambda connection: connection.number)  # is asked first
+        (leaving,) = [worker for worker in targets + drafts if worker.address == connection.address]
         leaving.service._is_draining = True
         for _ in range(4):
             assert (await service.client.answer(ask(mode=Mode.SYNC), timeout_s=30)).token_ids == expected

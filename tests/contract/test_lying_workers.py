@@ -207,7 +207,7 @@ async def test_no_lie_of_a_draft_worker_changes_an_answer_or_costs_the_target_it
         (target,) = service.coordinator.pools[Kind.TARGET]
         for telling.name in DRAFT_LIES:
             await wait_until(
-                lambda: service.coordinator.pools[Kind.DRAFT].place(1000 * time.monotonic()) is not None, timeout_s=40
+                lambda: service.coordinator.pools[Kind.DRAFT].can_place(1000 * time.monotonic()), timeout_s=40
             )
             requests = [
                 ask(mode=mode, trace=True, request_id=f"{telling.name} {mode.value}")
