@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.requests import Question
 from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started
 from specpipe.codec_enums import FINISH_REASONS, MODES, ORIGINS, RULES
-from specpipe.rpc.v1 import generate_pb2
+from specpipe.rpc.v1 import common_pb2, generate_pb2
 
 MAX_COUNT = 2**32 - 1
 """Counts are sums of what workers say, and the wire has no room for more."""
@@ -42,10 +42,7 @@ def question_from_pb(request: generate_pb2.GenerateRequest) -> Question:
 def event_to_pb(event: AnswerEvent) -> generate_pb2.GenerateResponse:
     match event:
         case Started():
-            started = generate_pb2.Started(
-                request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens, seed=event.seed
-            )
-            return generate_pb2.GenerateResponse(started=started)
+            return generate_pb2.GenerateResponse(started=_started_to_pb(event))
         case Chunk():
             chunk = generate_pb2.Chunk(
                 token_ids=event.token_ids,
@@ -73,6 +70,16 @@ def _prompt_from_pb(request: generate_pb2.GenerateRequest) -> Prompt | None:
 
 def _optional(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
+
+
+def _started_to_pb(event: Started) -> generate_pb2.Started:
+    return generate_pb2.Started(
+        request_id=event.request_id,
+        model=event.model,
+        prompt_tokens=event.prompt_tokens,
+        seed=event.seed,
+        rule=common_pb2.RULE_UNSPECIFIED if event.rule is None else RULES.to_pb(event.rule),
+    )
 
 
 def _finished_to_pb(event: Finished) -> generate_pb2.Finished:

@@ -372,6 +372,7 @@ class RequestMachine:
                     model=request.model,
                     prompt_tokens=len(request.prompt),
                     seed=request.sampling.seed,
+                    rule=request.speculation.rule,
                 )
             )
         )

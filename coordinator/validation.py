@@ -6,6 +6,7 @@ A question is checked in two steps because tokenizing lies between: `check_quest
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ MAX_REQUEST_ID_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+SEED_KEY = b"specpipe request seed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ def create_request(
             top_p=1.0 if question.top_p is None else question.top_p,
             top_k=question.top_k or 0,
             min_p=question.min_p or 0.0,
-            seed=secrets.randbits(64) if question.seed is None else question.seed,
+            seed=_resolve_seed(question),
         ),
         stops=StopRules(
             eos_token_ids=facts.model.eos_token_ids,
@@ -94,6 +96,18 @@ def check_prompt_length(num_tokens: int, facts: ServiceFacts) -> None:
             f"prompt: it has {num_tokens} tokens, and the context of {facts.model.max_context} "
             "must leave room for one more"
         )
+
+
+def _resolve_seed(question: Question) -> int:
+    """A client's own request id stands for a seed, so that another coordinator gives the same answer to it."""
+    if question.seed is not None:
+        return question.seed
+    return seed_of(question.request_id) if question.request_id else secrets.randbits(64)
+
+
+def seed_of(request_id: str) -> int:
+    """The same in every coordinator of every version: clients count on it."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8, key=SEED_KEY).digest(), "little")
 
 
 def _resolve_speculation(question: Question, facts: ServiceFacts) -> SpeculationParams:

@@ -27,6 +27,7 @@ class Started:
     model: str
     prompt_tokens: int
     seed: int  # as used
+    rule: Rule | None = None  # in force; None: a coordinator that does not tell it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -27,6 +28,7 @@ from specpipe.errors import (
     TraceNotFoundError,
     WorkerUnavailableError,
 )
+from specpipe.resume import PAUSE_S, Patience, ResumedAnswer
 from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc, trace_pb2, trace_pb2_grpc
 from specpipe.server import create_channel, error_from_status, is_of_transport
 from specpipe.spans import KeptTrace
@@ -50,7 +52,7 @@ class GenerateRequest:
     top_p: float | None = None  # in (0, 1]
     top_k: int | None = None  # 0: off
     min_p: float | None = None  # in [0, 1]
-    seed: int | None = None  # unsigned 64-bit; None: drawn and reported
+    seed: int | None = None  # unsigned 64-bit; None: by the request id if one is given, else drawn; reported
     max_tokens: int | None = None  # default 256, cut at the context
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -118,26 +120,31 @@ class Answer:
 class GenerateClient:
     """A connection to a coordinator: `async with GenerateClient(address) as client`, then any number of requests.
 
+    Given several addresses, of coordinators of one service, an answer whose coordinator is lost goes on at the next:
+    asked again with the same request id (made here if there is none) and seed, less what was given out before. An
+    address behind which there are several, a Kubernetes Service say, may be given twice for that.
+
     With `tls` the coordinator is checked by its CA, and shown the certificate if there is one. Entering raises
     ConfigError for files that are not there or not right.
     """
 
-    def __init__(self, address: str, tls: TlsConfig = NO_TLS) -> None:
-        self._address = address
+    def __init__(self, address: str | Sequence[str], tls: TlsConfig = NO_TLS) -> None:
+        self._addresses = (address,) if isinstance(address, str) else tuple(address)
         self._tls = tls
-        self._channel: grpc.aio.Channel | None = None
+        self._places: list[_Place] = []
+        self._current = 0  # index of the place that is asked first: none was lost since it was found
 
     async def __aenter__(self) -> Self:
-        self._channel = create_channel(self._address, self._tls)
-        self._stub = generate_pb2_grpc.GenerateServiceStub(self._channel)
-        self._traces = trace_pb2_grpc.TraceServiceStub(self._channel)
+        for address in self._addresses:
+            self._places.append(_Place(address, create_channel(address, self._tls)))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._channel is not None:
-            await self._channel.close(None)
+        for place in self._places:
+            await place.channel.close(None)
+        self._places.clear()
 
     async def generate(
         self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, traceparent: str = ""
@@ -147,16 +154,33 @@ class GenerateClient:
         Leaving the loop early, or cancelling the task, cancels the request on the service. Raises the error tree of
         `specpipe.errors`; an answer that raised has no Finished. `traceparent` (W3C) says in which span the question is
         asked; without it that is OpenTelemetry's current one, if there is one.
+
+        With several addresses: an answer under the rejection rule at a temperature above 0 is not asked for again once
+        a token came. Raises InvariantError or ModelMismatchError if the next coordinator answers otherwise.
         """
         metadata = [(TRACEPARENT, traceparent)] if traceparent else current_context()
-        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=metadata or None)
-        try:
-            async for response in call:
-                yield event_from_pb(response)
-        except grpc.aio.AioRpcError as error:
-            raise _own_error(error, self._address) from error
-        finally:
-            call.cancel()
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + timeout_s
+        if len(self._places) > 1 and not request.request_id:
+            request = replace(request, request_id=f"gen-{secrets.token_hex(12)}")
+        answer, tries = ResumedAnswer(temperature=request.temperature), _Tries(self._places, self._current)
+        while True:
+            asked = request if answer.started is None else replace(request, seed=answer.started.seed)
+            call = tries.place.generate(
+                request_to_pb(asked), timeout=give_up_s - loop.time(), metadata=metadata or None
+            )
+            try:
+                async for response in call:
+                    event = answer.add(event_from_pb(response))
+                    if event is not None:
+                        yield event
+                return
+            except grpc.aio.AioRpcError as error:
+                pause_s = tries.pause_after(error, answer)
+            finally:
+                call.cancel()
+            self._current = tries.index
+            await asyncio.sleep(min(pause_s, max(0.0, give_up_s - loop.time())))
 
     async def answer(
         self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, traceparent: str = ""
@@ -169,14 +193,78 @@ class GenerateClient:
 
     async def get_trace(self, request_id: str, *, timeout_s: float = TRACE_TIMEOUT_S) -> KeptTrace:
         """What the service has seen of a request so far. Raises TraceNotFoundError if nothing was kept of it."""
+        places = self._places[self._current :] + self._places[: self._current]
+        errors: list[SpecpipeError] = []
+        for place in places:
+            try:
+                return await place.get_trace(request_id, timeout_s=timeout_s)
+            except (TraceNotFoundError, WorkerUnavailableError) as error:
+                errors.append(error)
+        raise next((error for error in errors if isinstance(error, TraceNotFoundError)), errors[0])
+
+
+class _Place:
+    """One address, and what is asked there."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.channel = channel
+        self.generate = generate_pb2_grpc.GenerateServiceStub(channel).Generate
+        self._traces = trace_pb2_grpc.TraceServiceStub(channel)
+
+    async def get_trace(self, request_id: str, *, timeout_s: float) -> KeptTrace:
         request_pb = trace_pb2.GetTraceRequest(request_id=request_id)
         try:
             return trace_from_pb(await self._traces.GetTrace(request_pb, timeout=timeout_s))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise SpecpipeError(f"{self._address} keeps no traces: an older version, or no coordinator") from error
-            own = _own_error(error, self._address)
+                raise SpecpipeError(f"{self.address} keeps no traces: an older version, or no coordinator") from error
+            own = _own_error(error, self.address)
             raise TraceNotFoundError(str(own)) if own.code is ErrorCode.NOT_FOUND else own from error
+
+
+class _Tries:
+    """Where one answer is asked for, and whether once more."""
+
+    def __init__(self, places: Sequence[_Place], first: int) -> None:
+        self.index = first
+        self._places = places
+        self._patience = Patience(len(places))
+        self._num_tokens = 0  # had before this try
+        self._failures: dict[str, SpecpipeError] = {}  # by address, the newest
+
+    @property
+    def place(self) -> _Place:
+        return self._places[self.index]
+
+    def pause_after(self, error: grpc.aio.AioRpcError, answer: ResumedAnswer) -> float:
+        """The next place is the one to ask, after so many seconds. Raises the error that the caller gets instead."""
+        own = _own_error(error, self.place.address)
+        if len(self._places) == 1 or not self._is_lost(error):
+            raise own from error
+        if answer.obstacle:
+            raise type(own)(f"{own}; {answer.obstacle}") from error
+        self._failures[self.place.address] = own
+        if answer.num_tokens > self._num_tokens:
+            self._patience.progress()
+        pause_s = self._patience.pause_s()
+        if pause_s is None:
+            raise self._no_more() from error
+        self._num_tokens = answer.num_tokens
+        answer.restart()
+        self.index = (self.index + 1) % len(self._places)
+        return max(pause_s, PAUSE_S) if own.code is ErrorCode.ALREADY_EXISTS else pause_s
+
+    def _is_lost(self, error: grpc.aio.AioRpcError) -> bool:
+        """A live request with our id, after the first try, is what the first try has left there for a moment."""
+        if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+            return bool(self._failures)
+        is_broken = error.code() is grpc.StatusCode.INTERNAL and is_of_transport(error)
+        return error.code() is grpc.StatusCode.UNAVAILABLE or is_broken
+
+    def _no_more(self) -> SpecpipeError:
+        causes = "; ".join(map(str, self._failures.values()))
+        return WorkerUnavailableError(f"no coordinator answers: {causes}")
 
 
 def answer_once(
@@ -259,6 +347,7 @@ def _started_from_pb(started_pb: generate_pb2.Started) -> Started:
         model=started_pb.model,
         prompt_tokens=started_pb.prompt_tokens,
         seed=started_pb.seed,
+        rule=None if not started_pb.rule else Rule[common_pb2.Rule.Name(started_pb.rule).removeprefix("RULE_")],
     )
 
 

@@ -33,7 +33,7 @@ def event_json(event: AnswerEvent) -> tuple[str, dict[str, Any]]:
     """Name and content. 64-bit numbers are texts: JavaScript cannot hold them."""
     match event:
         case Started():
-            return "started", {**asdict(event), "seed": str(event.seed)}
+            return "started", {**asdict(event), "seed": str(event.seed), "rule": event.rule and event.rule.value}
         case Chunk():
             pairs = zip(event.token_ids, event.pieces(), strict=True)
             pieces = [[token, text, origin.value] for token, (text, origin) in pairs]

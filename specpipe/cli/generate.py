@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -50,7 +50,10 @@ class GenerateFlags:
 
     prompts: Annotated[Path | None, option("File of JSON lines with prompts of their own settings.")] = None
     chat: Annotated[bool, option("Prompts are what a user says in a chat.", "--chat")] = False
-    connect: Annotated[str | None, option("Ask this running service.", metavar="HOST:PORT")] = None
+    connect: Annotated[
+        list[str],
+        option("Ask this running service; may be repeated: another of its coordinators.", metavar="HOST:PORT"),
+    ] = field(default_factory=list)
     json: Annotated[bool, option("One JSON object a prompt.", "--json")] = False
     trace: Annotated[bool, option("Show every round of each answer on stderr, as a timeline.", "--trace")] = False
     trace_file: Annotated[Path | None, option("Write that as a page (FILE.html) or a picture (FILE.svg).")] = None
@@ -76,10 +79,10 @@ def generate(
     requests = requests_of(prompt or [], own, request_of_flags(sampling, speculation))
     output: Output = JsonOutput() if own.json else PlainOutput(len(requests))
     traces = trace_output(own, len(requests))
-    if own.connect is not None:
-        address = checked_address("--connect", own.connect)
+    if own.connect:
+        addresses = [checked_address("--connect", address) for address in own.connect]
         refuse_service_flags(service)
-        asked = functools.partial(answer_all, address, requests, output, traces, tls=tls_config(tls))
+        asked = functools.partial(answer_all, addresses, requests, output, traces, tls=tls_config(tls))
         return run_with_signals(lambda _: asked(), terminated=EXIT_TERMINATED)
     if tls_config(tls).is_on:
         raise ConfigError("--tls-ca, --tls-cert and --tls-key are for a running service: name it with --connect")
@@ -176,7 +179,7 @@ async def answer_with_service(
 
 
 async def answer_all(
-    address: str,
+    address: str | Sequence[str],
     requests: list[GenerateRequest],
     output: Output,
     traces: TraceOutput | None = None,

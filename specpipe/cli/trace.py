@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -28,7 +28,9 @@ MORE: Final = "--rounds A-B draws those, --output FILE.html all"
 class TraceFlags:
     """Flags of `trace`."""
 
-    connect: Annotated[str | None, option("The service that answered the request.", metavar="HOST:PORT")] = None
+    connect: Annotated[
+        list[str], option("The service that answered the request; may be repeated.", metavar="HOST:PORT")
+    ] = field(default_factory=list)
     output: Annotated[Path | None, option("Write a page (FILE.html) or a picture (FILE.svg) instead.")] = None
     rounds: Annotated[str | None, option("These rounds only, as in 7-20.", metavar="A-B")] = None
     json: Annotated[bool, option("The spans, rounds and sums as one JSON object.", "--json")] = False
@@ -42,10 +44,10 @@ def trace(
     tls: TlsFlags,
 ) -> int:
     """Show every round of a request that was traced: what each worker did, when, and what was waited for."""
-    if own.connect is None:
+    if not own.connect:
         raise ConfigError("give the service that answered the request with --connect HOST:PORT")
-    address, wanted = checked_address("--connect", own.connect), _wanted(own)
-    client = GenerateClient(address, tls_config(tls))
+    addresses, wanted = [checked_address("--connect", address) for address in own.connect], _wanted(own)
+    client = GenerateClient(addresses, tls_config(tls))
     return run_with_signals(lambda _: _run(client, request_id, own, wanted), terminated=EXIT_TERMINATED)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_cluster import DEMO, Worker, draft_model, target_model
+from coordinator_cluster import Worker, draft_model, target_model
+from coordinator_process import Process, coordinator_process
 from waiting import wait_until
 
 from specpipe.answers import AnswerEvent, ChatMessage
@@ -22,75 +21,18 @@ from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import WorkerUnavailableError
 from specpipe.types import Mode
 
-ROOT = Path(__file__).parents[2]
-RUN = """
-import logging, sys
-from coordinator.service import serve
-from specpipe.config import CoordinatorConfig, ServerConfig
-from specpipe.process import run_process
-logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-server = ServerConfig(port=int(sys.argv[3]), grace_s=float(sys.argv[4]))
-config = CoordinatorConfig(targets=(sys.argv[1],), drafts=(sys.argv[2],), tokenizer=sys.argv[5], server=server)
-sys.exit(run_process(lambda: serve(config), config.server))
-"""
-
-
-class Process:
-    """A coordinator over workers that live in the test."""
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process = process
-        self.address = f"127.0.0.1:{port}"
-        self.log = ""
-        self._reading = asyncio.ensure_future(self._read())
-
-    @property
-    def is_ready(self) -> bool:
-        return "is serving" in self.log
-
-    async def end(self) -> int:
-        code = await asyncio.wait_for(self.process.wait(), 60)
-        await self._reading
-        return code
-
-    async def _read(self) -> None:
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
-            self.log += line.decode()
-
 
 @asynccontextmanager
-async def coordinator(
-    target: Worker, draft: Worker, *, port: int | None = None, grace_s: float = 10.0, tokenizer: Path = DEMO
-) -> AsyncIterator[Process]:
+async def coordinator(target: Worker, draft: Worker, **options: Any) -> AsyncIterator[Process]:
+    """See `coordinator_process`; the workers run as long as it does."""
     await target.start()
     await draft.start()
-    port = port or free_port()
-    arguments = (target.address, draft.address, str(port), str(grace_s), str(tokenizer))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        RUN,
-        *arguments,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    running = Process(process, port)
     try:
-        yield running
+        async with coordinator_process(target.address, draft.address, **options) as running:
+            yield running
     finally:
-        if process.returncode is None:
-            process.kill()
-        await running.end()
         await draft.stop()
         await target.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
 
 
 async def read_all(events: AsyncIterator[AnswerEvent], answer: Answer) -> None:

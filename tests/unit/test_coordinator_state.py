@@ -53,6 +53,7 @@ from specpipe.types import (
     Open,
     Origin,
     RoundStats,
+    Rule,
     SamplingParams,
     SpeculationParams,
     StopRules,
@@ -203,7 +204,7 @@ def test_a_request_opens_on_both_workers_and_streams() -> None:
     opens = world.all(Open)
     assert [world.sessions[message.session] for message in opens] == [Kind.TARGET, Kind.DRAFT]
     assert all(message.tokens == PROMPT and message.sampling.seed == 3 for message in opens)
-    assert world.client == [Started(request_id="r", model="m", prompt_tokens=3, seed=3)]
+    assert world.client == [Started(request_id="r", model="m", prompt_tokens=3, seed=3, rule=Rule.COUPLED)]
     target = world.session(Kind.TARGET)
     assert target is not None
     world.hear(Kind.TARGET, a_commit(3, [10, 11], session=target))

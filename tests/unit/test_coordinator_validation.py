@@ -45,6 +45,12 @@ def test_seeds_are_drawn_from_the_whole_range() -> None:
     assert resolved(seed=0).sampling.seed == 0
 
 
+def test_a_request_id_stands_for_a_seed_and_for_the_same_one_in_every_version() -> None:
+    assert resolved(request_id="order-66").sampling.seed == 2_407_596_852_553_532_395
+    assert resolved(request_id="tür").sampling.seed == 8_288_170_407_577_559_461
+    assert resolved(request_id="order-66", seed=5).sampling.seed == 5
+
+
 @pytest.mark.parametrize(
     ("mode", "asked", "service", "expected"),
     [

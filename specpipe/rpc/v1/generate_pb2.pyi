@@ -32,7 +32,9 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Empty: the coordinator makes one. The id of a live request: ALREADY_EXISTS."""
+    """Empty: the coordinator makes one. The id of a live request: ALREADY_EXISTS.
+    A client that has lost its coordinator asks another with the same id and gets the same answer: see `seed`.
+    """
     model: _builtins.str
     """Empty: the one served. Unknown: NOT_FOUND."""
     prompt: _builtins.str
@@ -150,6 +152,9 @@ class SamplingOptions(_message.Message):
     top_k: _builtins.int
     min_p: _builtins.float
     seed: _builtins.int
+    """Unset: the 8-byte BLAKE2b of request_id in UTF-8, little-endian, keyed with "specpipe request seed"; drawn at random
+    where the coordinator has made the id.
+    """
     max_tokens: _builtins.int
     ignore_eos: _builtins.bool
     @_builtins.property
@@ -271,10 +276,13 @@ class Started(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     prompt_tokens: _builtins.int
     seed: _builtins.int
+    rule: _common_pb2.Rule.ValueType
+    """The one in force. Under the rejection rule a repeated request may be answered with other tokens."""
     def __init__(
         self,
         *,
@@ -282,10 +290,11 @@ class Started(_message.Message):
         model: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
+        rule: _common_pb2.Rule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "rule", b"rule", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
