@@ -21,6 +21,7 @@ def hello_to_pb(hello: Hello) -> worker_pb2.Hello:
         num_slots=hello.num_slots,
         max_sessions=hello.max_sessions,
         process=worker_pb2.ProcessInfo(**values_of(hello.process)),
+        minor_version=hello.minor_version,
     )
 
 
@@ -36,6 +37,7 @@ def hello_from_pb(hello_pb: worker_pb2.Hello) -> Hello:
             pid=hello_pb.process.pid,
             version=hello_pb.process.version[:MAX_NAME_LENGTH],
         ),
+        minor_version=hello_pb.minor_version,
     )
 
 

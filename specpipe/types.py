@@ -271,6 +271,7 @@ class Hello:
     num_slots: int = 0
     max_sessions: int = 0
     process: ProcessInfo = field(default_factory=ProcessInfo)
+    minor_version: int = 0  # any two go together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from specpipe.tls import NO_TLS, name_of_worker
 from specpipe.types import Batch, Close, Failed, Heartbeat, Hello, SessionMessage
 from specpipe.worker_stream import (
     END,
+    MINOR_VERSION,
     PROTOCOL_VERSION,
     WIRES,
     Ends,
@@ -198,7 +199,12 @@ async def _read_info(channel: grpc.aio.Channel, kind: Kind, num_vocabulary_ids: 
 
 async def _greet(call: Any, address: str, kind: Kind, incarnation: int, timing: Timing) -> Hello:
     """The worker's hello, in exchange for ours."""
-    hello = Hello(protocol_version=PROTOCOL_VERSION, incarnation=incarnation, process=own_process())
+    hello = Hello(
+        protocol_version=PROTOCOL_VERSION,
+        minor_version=MINOR_VERSION,
+        incarnation=incarnation,
+        process=own_process(),
+    )
     try:
         async with asyncio.timeout(timing.hello_timeout_s), status_errors():
             with contextlib.suppress(asyncio.InvalidStateError):  # already ended: the read says why

@@ -36,6 +36,7 @@ from specpipe.telemetry.worker_telemetry import WorkerTelemetry
 from specpipe.types import Batch, Close, Closed, Extension, Failed, Heartbeat, Hello, Open
 from specpipe.worker_stream import (
     END,
+    MINOR_VERSION,
     PROTOCOL_VERSION,
     WIRES,
     Ends,
@@ -276,7 +277,8 @@ async def serve_worker(
 
     def create_loop(send: Send) -> StepLoop:
         hello, step_loop = create(send)
-        greeting.append(replace(hello, protocol_version=PROTOCOL_VERSION, process=own_process()))
+        spoken = replace(hello, protocol_version=PROTOCOL_VERSION, minor_version=MINOR_VERSION)
+        greeting.append(replace(spoken, process=own_process()))
         return step_loop
 
     telemetry = telemetry or WorkerTelemetry(kind, TelemetryConfig(), config.host)

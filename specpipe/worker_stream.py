@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 """Both ends must have the same; raised with every change that an older peer would misread."""
+MINOR_VERSION = 1
+"""Any two go together; raised with every field that is added. 0: before it was told."""
 
 END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 """What is read after a peer's last message."""

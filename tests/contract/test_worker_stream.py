@@ -1,6 +1,7 @@
 """Worker streams between a real client and a real server: what flows, and what ends them."""
 
 import asyncio
+import dataclasses
 import logging
 import socket
 from contextlib import asynccontextmanager, suppress
@@ -9,13 +10,13 @@ import grpc
 import pytest
 from fake_step_loop import HELLO, FakeWorker, Reader, a_commit, an_extension, an_open, until
 
-from specpipe import codec_hello
+from specpipe import codec, codec_hello
 from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import ConfigError, ErrorCode, ModelMismatchError, WorkerUnavailableError
 from specpipe.server import create_channel
-from specpipe.types import Close, Closed, Heartbeat, NeedTokens
+from specpipe.types import Batch, Close, Closed, Heartbeat, NeedTokens
 from specpipe.worker_client import WorkerLink
-from specpipe.worker_stream import WIRES, Timing
+from specpipe.worker_stream import MINOR_VERSION, PROTOCOL_VERSION, WIRES, Timing
 
 
 @pytest.mark.parametrize("kind", ["draft", "target"])
@@ -117,6 +118,33 @@ async def test_a_client_refuses_a_worker_of_another_version():
         with pytest.raises(ModelMismatchError, match="version 2"):
             async with worker.connect():
                 pass
+
+
+@pytest.mark.parametrize("minor_version", [0, MINOR_VERSION + 1])
+async def test_a_worker_of_an_older_or_newer_minor_version_is_used(minor_version):
+    hello = dataclasses.replace(HELLO, minor_version=minor_version)
+    async with FakeWorker(hello=hello) as worker, worker.connect() as link, Reader(link) as reader:
+        assert link.hello.minor_version == minor_version
+        link.send(an_open(1))
+        await until(lambda: reader.all("commits"))
+
+
+@pytest.mark.parametrize("minor_version", [0, MINOR_VERSION + 1])
+async def test_a_coordinator_of_an_older_or_newer_minor_version_is_served(minor_version):
+    """A newer one says things that this worker has no fields for."""
+
+    def newer(message_pb):
+        return type(message_pb).FromString(message_pb.SerializeToString() + unknown)
+
+    unknown = b"\xfa\x3f\x05newer"  # field 1023
+    async with FakeWorker() as worker, worker.raw_call() as call:
+        hello_pb = codec_hello.hello_to_pb(dataclasses.replace(HELLO, model=None, minor_version=minor_version))
+        await call.write(WIRES["target"].request(hello=newer(hello_pb)))
+        assert (await call.read()).hello.protocol_version == PROTOCOL_VERSION
+        batch_pb = codec.batch_to_pb(Batch(sequence=1, opens=(an_open(1),)))
+        await call.write(WIRES["target"].request(batch=newer(batch_pb)))
+        while not (await call.read()).batch.commits:
+            pass
 
 
 @pytest.mark.parametrize("first", [{}, {"batch": {"sequence": 1}}])

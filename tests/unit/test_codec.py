@@ -174,6 +174,7 @@ hellos = st.builds(
     num_slots=u32,
     max_sessions=u32,
     process=st.builds(ProcessInfo, host=names, pid=u32, version=names),
+    minor_version=u32,
 )
 steps = st.builds(
     StepRecord,

@@ -105,11 +105,17 @@ class Hello(_message.Message):
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    MINOR_VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
+    """Another one is refused: raised with every change that an older peer would misread."""
     incarnation: _builtins.int
     """Random, drawn when the process starts."""
     num_slots: _builtins.int
     max_sessions: _builtins.int
+    minor_version: _builtins.int
+    """Raised with every field or message that is added. Any two go together: what one does not know it does not read, and
+    nothing depends on what the older one cannot say.
+    """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """Set by workers."""
@@ -127,10 +133,11 @@ class Hello(_message.Message):
         num_slots: _builtins.int = ...,
         max_sessions: _builtins.int = ...,
         process: Global___ProcessInfo | None = ...,
+        minor_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_sessions", b"max_sessions", "model", b"model", "num_slots", b"num_slots", "process", b"process", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_sessions", b"max_sessions", "minor_version", b"minor_version", "model", b"model", "num_slots", b"num_slots", "process", b"process", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
