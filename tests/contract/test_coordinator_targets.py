@@ -20,8 +20,8 @@ from waiting import wait_until
 
 from coordinator.events import Kind
 from coordinator.settings import DriverSettings
-from specpipe.errors import WorkerUnavailableError
-from specpipe.types import Mode
+from specpipe.errors import ErrorCode, WorkerUnavailableError
+from specpipe.types import Batch, Failed, Mode
 
 DRAFT = Kind.DRAFT
 
@@ -52,6 +52,27 @@ async def test_a_target_worker_that_returns_in_time_goes_on_where_it_was() -> No
         await wait_until(lambda: not service.app.server.is_serving)
         await service.targets[0].start()
         assert (await asyncio.wait_for(reading.task, 30)).token_ids == expected
+
+
+async def test_what_an_earlier_incarnation_says_does_not_reach_the_sessions_of_the_next() -> None:
+    async with cluster(settings=DriverSettings(tick_s=0.01)) as service:
+        expected = await plain(service)
+        reading = Reading(service, ask(mode=Mode.SYNC))
+        await reading.has(15)
+        (before,) = service.coordinator.pools[Kind.TARGET]
+        await service.targets[0].stop()
+        await wait_until(lambda: not list(service.coordinator.pools[Kind.TARGET]))
+        await service.targets[0].start()
+        service.targets[0].gated.delay_s = 0.02
+        num_tokens = len(reading.answer.token_ids)
+        await reading.has(num_tokens + 5)
+        (after,) = service.coordinator.pools[Kind.TARGET]
+        assert before.link.hello.incarnation != after.link.hello.incarnation
+        (session,) = after.sessions
+        assert session not in before.sessions
+        lie = Failed(session=session, code=ErrorCode.INTERNAL, message="from the one that died")
+        service.coordinator.hear(before, Batch(sequence=99, failures=(lie,)))
+        assert (await asyncio.wait_for(reading.task, 60)).token_ids == expected
 
 
 async def test_a_target_worker_that_hangs_is_left() -> None:
