@@ -7,6 +7,7 @@ larger. One service start, and one coordinator beside it.
 from __future__ import annotations
 
 import asyncio
+import operator
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -57,7 +58,7 @@ def make_larger_draft(folder: Path, pair: TinyPair) -> Path:
 def many(tiny_pair: TinyPair, log_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     draft = make_larger_draft(tmp_path_factory.mktemp("larger") / "draft", tiny_pair)
     models = ("--target", str(tiny_pair.target), "--draft", str(draft), "--dtype", "float32")
-    numbers = ("--target-workers", "2", "--draft-workers", "2")
+    numbers = ("--target-workers", "2", "--draft-workers", "2", "--log-level", "info")
     with running_service(log_folder / "many.log", *models, *numbers) as running:
         yield running
 
@@ -176,3 +177,81 @@ async def test_workers_that_return_are_used_by_both_coordinators(
 
 async def is_idle(service: RunningService) -> bool:
     return not any(count for counts in (await count_sessions(service)).values() for count in counts)
+
+
+class RequestStream:
+    """Requests that never cease, two at once at each coordinator. One that fails fails whoever looks."""
+
+    def __init__(self, clients: list[GenerateClient]) -> None:
+        self.answers: list[tuple[str, Answer]] = []
+        self._is_ending = False
+        self._tasks = [asyncio.create_task(self._ask_on(client, first)) for client in clients for first in range(2)]
+
+    async def answers_more(self) -> None:
+        """Each that asks has had an answer since, and a second one that it began since."""
+        enough = len(self.answers) + 2 * len(self._tasks)
+        await wait_until(lambda: len(self.answers) >= enough or self._has_failed, timeout_s=RESTART_TIMEOUT_S)
+
+    async def end(self) -> list[tuple[str, Answer]]:
+        self._is_ending = True
+        await asyncio.gather(*self._tasks)
+        return self.answers
+
+    @property
+    def _has_failed(self) -> bool:
+        return any(task.done() for task in self._tasks)
+
+    async def _ask_on(self, client: GenerateClient, index: int) -> None:
+        while not self._is_ending:
+            prompt = PROMPTS[index % len(PROMPTS)]
+            request = GenerateRequest(prompt=prompt, temperature=0, max_tokens=60, ignore_eos=True, mode=Mode.PIPELINED)
+            self.answers.append((prompt, await client.answer(request, timeout_s=250)))
+            index += 1
+
+
+async def pid_of(role: str, address: str) -> int:
+    """Of the worker that serves there now. Raises AioRpcError if none does."""
+    stub, request = STUBS[role]
+    async with grpc.aio.insecure_channel(address) as channel:
+        return int((await stub(channel).GetInfo(request(), timeout=5)).hello.process.pid)
+
+
+async def is_another(role: str, address: str, *, pid: int) -> bool:
+    try:
+        return await pid_of(role, address) != pid
+    except grpc.aio.AioRpcError:
+        return False
+
+
+@pytest.mark.timeout(600)
+async def test_a_rolling_restart_of_every_worker_ends_no_answer(
+    many: RunningService, second_coordinator: str, clients: list[GenerateClient], oracle: Oracle, log_folder: Path
+) -> None:
+    """One after the other: the next is told to end when both coordinators have the last one back."""
+    assert second_coordinator
+    logs = (many.log, log_folder / "second_coordinator.log")
+    workers = [(role, address) for role in STUBS for _, address in many.workers(role)]
+    for role, address in workers:  # what the tests above have killed may still be starting
+        await wait_until(lambda of=(role, address): is_another(*of, pid=0), timeout_s=RESTART_TIMEOUT_S)
+    stream = RequestStream(clients)
+    for role, address in workers:
+        pid = await pid_of(role, address)
+        before = num_connects(logs, address)
+        os.kill(pid, signal.SIGTERM)
+        await wait_until(lambda of=(role, address), pid=pid: is_another(*of, pid=pid), timeout_s=RESTART_TIMEOUT_S)
+        await wait_until(
+            lambda address=address, before=before: all(map(operator.gt, num_connects(logs, address), before)),
+            timeout_s=RESTART_TIMEOUT_S,
+        )
+        await stream.answers_more()
+    answers = await stream.end()
+    assert len(answers) >= 2 * len(workers) * len(clients)
+    for prompt, answer in answers:
+        assert answer.finished is not None
+        assert oracle.check(oracle.encode(prompt), answer.token_ids, Sampling()) == 0
+    await wait_until(lambda: is_idle(many))
+
+
+def num_connects(logs: tuple[Path, ...], address: str) -> list[int]:
+    """How often each coordinator has reached the worker at this address."""
+    return [log.read_text().count(f"worker {address} is connected") for log in logs]
