@@ -259,7 +259,7 @@ class _Tries:
         """A live request with our id, after the first try, is what the first try has left there for a moment."""
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             return bool(self._failures)
-        is_broken = error.code() is grpc.StatusCode.INTERNAL and is_of_transport(error)
+        is_broken = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED) and is_of_transport(error)
         return error.code() is grpc.StatusCode.UNAVAILABLE or is_broken
 
     def _no_more(self) -> SpecpipeError:

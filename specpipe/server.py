@@ -242,6 +242,8 @@ def error_from_status(error: grpc.aio.AioRpcError) -> SpecpipeError:
         return InvalidRequestError(
             f"a message is larger than {MAX_MESSAGE_BYTES // 2**20} MiB, the most that may be sent"
         )
+    if code is grpc.StatusCode.CANCELLED:  # not the caller's doing: a server that stops cancels what it has accepted
+        kind = ERROR_BY_CODE[ErrorCode.UNAVAILABLE]
     return kind(sentence_of(code.name, details))
 
 

@@ -44,7 +44,7 @@ _UNAVAILABLE: Final = (
 _BY_CODE: Final = {
     "UNIMPLEMENTED": "it is no specpipe service of the kind that was asked: check the address",
     "DEADLINE_EXCEEDED": "no answer came within the time allowed",
-    "CANCELLED": "the call was cancelled",
+    "CANCELLED": "it ended the call: it is stopping",  # who cancels a call of its own hears of no status
     "INTERNAL": "the connection broke",
     "UNKNOWN": "the call failed without a reason",
     "RESOURCE_EXHAUSTED": "it has no room for this call now",

@@ -23,6 +23,7 @@ from specpipe.errors import (
 )
 from specpipe.server import (
     MAX_MESSAGE_BYTES,
+    OF_SPECPIPE,
     channel_options,
     create_channel,
     create_server,
@@ -179,8 +180,20 @@ async def test_a_cancelled_stream_leaves_nothing_running(limit):
 
 async def test_every_code_of_ours_is_a_status_and_back():
     for code in ErrorCode:
-        error = grpc.aio.AioRpcError(status_of(code), grpc.aio.Metadata(), grpc.aio.Metadata(), details="d")
+        own = grpc.aio.Metadata(*OF_SPECPIPE)
+        error = grpc.aio.AioRpcError(status_of(code), grpc.aio.Metadata(), own, details="d")
         assert error_from_status(error).code is code
+
+
+async def test_a_call_that_a_stopping_server_cancels_finds_it_unavailable():
+    """gRPC calls it CANCELLED, which its caller never asked for."""
+    async with Rig() as rig:
+        rig.service.gate.clear()
+        call = asyncio.create_task(rig.unary())
+        await until(lambda: rig.service.num_running == 1)
+        await rig.server.stop(0.0)
+        with pytest.raises(WorkerUnavailableError, match="it is stopping"):
+            await call
 
 
 @pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])  # no protobuf; a string that is no UTF-8
