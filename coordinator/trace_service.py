@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.tracing import Tracing
+from coordinator.tracing import MAX_TRACES, Tracing
 from specpipe.codec_trace import trace_to_pb
 from specpipe.errors import TraceNotFoundError
 from specpipe.rpc.v1 import trace_pb2, trace_pb2_grpc
@@ -28,7 +28,8 @@ class TraceService(trace_pb2_grpc.TraceServiceServicer):
         kept = self._tracing.find(request.request_id)
         if kept is None:
             raise TraceNotFoundError(
-                f"no trace is kept of a request {request.request_id!r}: only of the last requests, and of these if "
-                "sampled at trace level round or debug, or asked with trace: true (specpipe generate --trace)"
+                f"no trace is kept of {request.request_id!r}: it was not traced, or is not among the last {MAX_TRACES} "
+                "that were. Ask with specpipe generate --trace (trace: true), or have the service trace every request: "
+                "--trace-sample 1, at trace level round or debug"
             )
         return trace_to_pb(kept)

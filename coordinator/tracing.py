@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -78,7 +79,11 @@ class Exporter(Protocol):
 
 
 class Tracing:
-    """`exporter` takes the spans of sampled requests, every sink of `subscribe` those of all that are traced."""
+    """`exporter` takes the spans of sampled requests, every sink of `subscribe` those of all that are traced.
+
+    A request is traced only for somebody: it asks for it itself, somebody looks on, or it is sampled and its spans are
+    exported, or kept because the configuration says which share to keep.
+    """
 
     def __init__(
         self,
@@ -93,6 +98,7 @@ class Tracing:
         self._config = config
         self._process = process or Process(role=Role.COORDINATOR)
         self._exporter = exporter
+        self._has_taker = exporter is not None or (bool(config.trace_sample) and config.trace_level in _KEPT)
         self._now_ms = now_ms
         self._unix_nanos = unix_nanos
         self._random = random or Random(secrets.randbits(128))
@@ -138,9 +144,12 @@ class Tracing:
     def _unsubscribe(self, number: int) -> None:
         self._sinks.pop(number, None)
 
-    def find(self, request_id: str) -> KeptTrace | None:
-        """What is known of one of the last requests that were traced; None: nothing is kept of it."""
-        kept = self._kept.get(request_id)
+    def find(self, name: str) -> KeptTrace | None:
+        """What is known of one of the last requests that were traced; None: nothing is kept of it.
+
+        `name`: its id, or that of its trace in 32 hexadecimal digits, which finds the newest request of that trace.
+        """
+        kept = self._kept.get(name) or self._newest_of(name)
         if kept is None:
             return None
         spans = tuple(sorted(kept.spans, key=_place))
@@ -152,11 +161,12 @@ class Tracing:
         """A request has come; None: it is not traced. Never raises for what the caller says of its trace."""
         level = self._config.trace_level
         is_kept = question.trace or self.is_watched
-        if level == "off" and not is_kept:
+        is_for_samples = self._has_taker and level != "off"
+        if not is_for_samples and not is_kept:
             return None
         caller = read_context(metadata)
         trace_id = caller.trace_id if caller is not None else self._random.getrandbits(128) or 1
-        is_sampled = level != "off" and self._is_sampled(trace_id, caller)
+        is_sampled = is_for_samples and self._is_sampled(trace_id, caller)
         if not is_sampled and not is_kept:
             return None
         identity = TraceIdentity(
@@ -190,8 +200,12 @@ class Tracing:
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
 
+    @property
+    def _sample(self) -> float:
+        return 1.0 if self._config.trace_sample is None else self._config.trace_sample
+
     def _is_sampled(self, trace_id: int, caller: CallerContext | None) -> bool:
-        return is_sampled_by_ratio(trace_id, self._config.trace_sample) if caller is None else caller.is_sampled
+        return is_sampled_by_ratio(trace_id, self._sample) if caller is None else caller.is_sampled
 
     def _create(
         self, question: Question, identity: TraceIdentity, level: TraceLevel, received_ms: float
@@ -257,6 +271,12 @@ class Tracing:
         self._num_spans += len(taken)
         while len(self._kept) > MAX_TRACES or (self._num_spans > MAX_SPANS and len(self._kept) > 1):
             self._forget(next(iter(self._kept)))
+
+    def _newest_of(self, trace_id: str) -> _Kept | None:
+        if not re.fullmatch("[0-9a-fA-F]{32}", trace_id):
+            return None
+        number = int(trace_id, 16)
+        return next((kept for kept in reversed(self._kept.values()) if kept.trace_id == number), None)
 
     def _forget(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)

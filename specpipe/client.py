@@ -192,7 +192,10 @@ class GenerateClient:
         return answer
 
     async def get_trace(self, request_id: str, *, timeout_s: float = TRACE_TIMEOUT_S) -> KeptTrace:
-        """What the service has seen of a request so far. Raises TraceNotFoundError if nothing was kept of it."""
+        """What the service has seen of a request so far. Raises TraceNotFoundError if nothing was kept of it.
+
+        The id of its trace (32 hexadecimal digits) does as well.
+        """
         places = self._places[self._current :] + self._places[: self._current]
         errors: list[SpecpipeError] = []
         for place in places:

@@ -84,14 +84,14 @@ class TelemetryConfig:
 
     otlp_endpoint: str = ""  # HOST:PORT of an OTLP/gRPC receiver of spans and metrics; empty: nothing is pushed
     trace_level: TraceLevel = "round"  # what is kept of a request that is traced
-    trace_sample: float = 1.0  # share of requests that are traced where the caller has not decided it
+    trace_sample: float | None = None  # share of requests traced where the caller has not decided; None: 1 if exported
     has_content: bool = False  # prompts and answers are part of spans
     metrics_port: int | None = None  # where Prometheus finds /metrics; 0: a free port; None: nowhere
 
     def __post_init__(self) -> None:
         if self.trace_level not in TRACE_LEVELS:
             raise ConfigError(f"trace_level must be one of {', '.join(TRACE_LEVELS)}, got {self.trace_level!r}")
-        if not 0 <= self.trace_sample <= 1:
+        if self.trace_sample is not None and not 0 <= self.trace_sample <= 1:
             raise ConfigError(f"trace_sample must be from 0 to 1, got {self.trace_sample}")
         check_port_number("metrics_port", self.metrics_port)
 

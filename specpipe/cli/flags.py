@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -128,7 +129,10 @@ class TelemetryFlags:
         str | None, option("Send traces and metrics to this OTLP/gRPC receiver.", metavar="HOST:PORT")
     ] = None
     trace_level: Annotated[TraceLevel, option("What is kept of a traced request.  [round]")] = "round"
-    trace_sample: Annotated[float, option("Share of requests traced if the caller has not decided.  [1.0]")] = 1.0
+    trace_sample: Annotated[
+        float | None,
+        option("Share of requests traced if the caller has not decided.  [1 with --otlp-endpoint, else 0]"),
+    ] = None
     trace_content: Annotated[bool, option("Prompts and answers are part of traces.", "--trace-content")] = False
     metrics_port: Annotated[int | None, option("Serve /metrics to Prometheus here; 0: a free port.")] = None
 
@@ -137,13 +141,26 @@ def telemetry_config(flags: TelemetryFlags) -> TelemetryConfig:
     """Raises ConfigError."""
     if flags.otlp_endpoint is not None:
         checked_address("--otlp-endpoint", flags.otlp_endpoint)
-    return TelemetryConfig(
-        otlp_endpoint=flags.otlp_endpoint or "",
-        trace_level=flags.trace_level,
-        trace_sample=flags.trace_sample,
-        has_content=flags.trace_content,
-        metrics_port=flags.metrics_port,
-    )
+    with _named_as_flags(TelemetryFlags):
+        return TelemetryConfig(
+            otlp_endpoint=flags.otlp_endpoint or "",
+            trace_level=flags.trace_level,
+            trace_sample=flags.trace_sample,
+            has_content=flags.trace_content,
+            metrics_port=flags.metrics_port,
+        )
+
+
+@contextmanager
+def _named_as_flags(group: type[Any]) -> Iterator[None]:
+    """A ConfigError about a field names the flag of this group that has set it."""
+    try:
+        yield
+    except ConfigError as error:
+        name, _, reason = str(error).partition(" ")
+        if name not in {f.name for f in fields(group)}:
+            raise
+        raise ConfigError(f"{flag_of(name)} {reason}") from None
 
 
 def checked_worker(flag: str, source: str) -> str:

@@ -109,7 +109,7 @@ def service_config(
 def check_metrics_ports(config: ServiceConfig, http_port: int | None) -> None:
     """Raises ConfigError for the first port that some process could not have."""
     for host, port in metrics_ports(config):
-        check_port_number("metrics_port, with the ports that follow it for the workers,", port)
+        check_port_number("--metrics-port, with the ports that follow it for the workers,", port)
         if port in (config.port, http_port):
             raise ConfigError(f"--metrics-port: {port} is asked for twice (workers have the ports that follow it)")
         try:

@@ -38,7 +38,9 @@ class TraceFlags:
 
 @takes_flags(own=TraceFlags, tls=TlsFlags)
 def trace(
-    request_id: Annotated[str, typer.Argument(help="As `generate --json` says it.", metavar="REQUEST_ID")],
+    request_id: Annotated[
+        str, typer.Argument(help="As `generate --json` says it, or the id of its trace.", metavar="REQUEST_ID")
+    ],
     *,
     own: TraceFlags,
     tls: TlsFlags,

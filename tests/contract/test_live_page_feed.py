@@ -94,8 +94,11 @@ async def test_nobody_is_watched_once_the_last_page_is_closed(service: Cluster, 
 
 
 async def test_a_caller_s_trace_goes_on_through_the_page(service: Cluster, web: httpx2.AsyncClient) -> None:
-    async with asking(web, {"traceparent": TRACEPARENT}, **QUESTION, request_id="traced") as asked:
-        await asked.next("finished")
+    async with events(web) as watching:
+        await wait_until(lambda: service.coordinator.tracing.is_watched)
+        async with asking(web, {"traceparent": TRACEPARENT}, **QUESTION, request_id="traced") as asked:
+            await asked.next("finished")
+        await spans_until(watching, lambda span: span["name"] == "generate")
     trace = service.coordinator.tracing.find("traced")
     assert trace is not None
     assert f"{trace.trace_id:032x}" == TRACEPARENT[3:35]

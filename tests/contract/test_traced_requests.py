@@ -16,13 +16,15 @@ from otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from waiting import wait_until
 
 from coordinator.trace_service import SERVICE_NAME
+from draft_worker.worker import DraftLoop
 from specpipe.answers import SpeculationStats
 from specpipe.client import Answer, request_to_pb
 from specpipe.config import TelemetryConfig
 from specpipe.errors import InvalidRequestError, TraceNotFoundError, WorkerUnavailableError
 from specpipe.rpc.v1 import generate_pb2_grpc
 from specpipe.spans import KeptTrace
-from specpipe.types import Mode
+from specpipe.types import Mode, Open
+from target_worker.worker import TargetLoop
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -169,7 +171,7 @@ async def test_without_a_ratio_and_a_caller_nothing_is_exported(receiver: OtlpRe
         await service.client.answer(ask(request_id="unasked"), timeout_s=60)
         await service.client.answer(ask(), traceparent=traceparent(), timeout_s=60)
         await received(receiver, 1)
-        with pytest.raises(TraceNotFoundError, match="trace: true"):
+        with pytest.raises(TraceNotFoundError, match="generate --trace"):
             await service.client.get_trace("unasked")
     assert {span.trace_id for span in receiver.spans} == {TRACE}
 
@@ -191,6 +193,46 @@ async def test_a_refused_request_has_a_span_with_the_reason(service: Cluster, re
     assert generate.pb.status.code == generate.pb.status.STATUS_CODE_ERROR
     assert "temperature" in generate.pb.status.message
     assert generate.attributes["error.type"] == "INVALID_ARGUMENT"
+
+
+# Who is traced
+
+
+async def test_workers_are_asked_for_reports_only_if_somebody_takes_the_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = opens(monkeypatch)
+    async with cluster() as service:
+        await service.client.answer(ask(request_id="unasked"), timeout_s=60)
+        await service.client.answer(ask(), traceparent=traceparent(), timeout_s=60)
+        assert [(message.wants_reports, message.trace_context) for message in opened] == [(False, "")] * 4
+        assert service.coordinator.tracing.num_open == 0
+        for unknown in ("unasked", TRACE):
+            with pytest.raises(TraceNotFoundError, match=rf"{unknown}.*generate --trace.*--trace-sample 1"):
+                await service.client.get_trace(unknown)
+        opened.clear()
+        await service.client.answer(ask(request_id="asked", trace=True), traceparent=traceparent("00"), timeout_s=60)
+        assert [message.wants_reports for message in opened] == [True, True]
+        assert (await kept(service, "asked")).spans == (await kept(service, TRACE)).spans
+
+
+async def test_a_service_that_is_told_to_keeps_traces_of_requests_that_did_not_ask() -> None:
+    async with cluster(telemetry=TelemetryConfig(trace_sample=1.0)) as service:
+        answer = await service.client.answer(ask(request_id="unasked"), timeout_s=60)
+        assert answer.finished is not None
+        check_sums(list((await kept(service, "unasked")).spans), answer.finished.speculation)
+
+
+def opens(monkeypatch: pytest.MonkeyPatch) -> list[Open]:
+    """What workers are told when a session begins, from now on."""
+    opened: list[Open] = []
+    for loop in (TargetLoop, DraftLoop):
+
+        def receive(self: Any, link: int, message: Any, original: Any = loop.receive) -> None:
+            if isinstance(message, Open):
+                opened.append(message)
+            original(self, link, message)
+
+        monkeypatch.setattr(loop, "receive", receive)
+    return opened
 
 
 # R3: all that began has ended

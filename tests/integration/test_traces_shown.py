@@ -28,6 +28,8 @@ def test_the_trace_of_an_answer_has_every_round_and_agrees_with_its_statistics(
     assert asked.returncode == 0, asked.stderr
     told = json.loads(asked.stdout)
     assert (told["request_id"], told["is_complete"]) == (request_id, True)
+    by_trace = run_command("trace", told["trace_id"], "--connect", service.address, "--json")
+    assert json.loads(by_trace.stdout) == told
     assert [one["number"] for one in told["rounds"]] == list(range(1, len(told["rounds"]) + 1))
     totals = told["totals"]
     assert totals["num_rounds"] == statistics["rounds"]
@@ -37,8 +39,11 @@ def test_the_trace_of_an_answer_has_every_round_and_agrees_with_its_statistics(
     assert {span["process"]["role"] for span in told["spans"]} == {"coordinator", "target-worker", "draft-worker"}
 
 
-def test_a_request_that_nobody_traced_is_told_from_one_that_was(service: RunningService) -> None:
-    done = run_command("trace", "never-asked", "--connect", service.address)
+def test_of_a_request_that_did_not_ask_to_be_traced_it_is_said_how_to_have_a_trace(service: RunningService) -> None:
+    answered = run_command("generate", "def index(", "--connect", service.address, *FLAGS, "--json")
+    request_id = json.loads(answered.stdout)["request_id"]
+    done = run_command("trace", request_id, "--connect", service.address)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ")
-    assert "never-asked" in done.stderr
+    assert done.stderr.startswith(f"error: no trace is kept of {request_id!r}")
+    assert "specpipe generate --trace" in done.stderr
+    assert "--trace-sample 1" in done.stderr

@@ -100,6 +100,8 @@ def test_a_wrong_command_line_is_refused_in_one_sentence(
         ("--grace", "nan", "grace_s must be at least 0"),
         ("--num-slots", "0", "num_slots must be at least 1"),
         ("--num-slots", "1", "num_slots must be at least 2"),
+        ("--trace-sample", "2", "error: --trace-sample must be from 0 to 1, got 2.0"),
+        ("--metrics-port", "70000", "error: --metrics-port must be in 0..65535, got 70000"),
     ],
 )
 def test_a_wrong_service_flag_is_refused_before_anything_starts(

@@ -22,7 +22,7 @@ SAMPLED = ("traceparent", f"00-{TRACE}-{PARENT}-01")
 NOT_SAMPLED = ("traceparent", f"00-{TRACE}-{PARENT}-00")
 
 
-def a_tracing(level: Any = "round", sample: float = 1.0) -> Tracing:
+def a_tracing(level: Any = "round", sample: float | None = None) -> Tracing:
     return Tracing(TelemetryConfig(trace_level=level, trace_sample=sample), random=Random(1), exporter=Exported())
 
 
@@ -137,6 +137,43 @@ def test_the_ratio_is_that_of_opentelemetry(ratio: float) -> None:
         assert is_sampled_by_ratio(trace_id, ratio) is theirs
 
 
+def without_exporter(level: Any = "round", sample: float | None = None) -> Tracing:
+    return Tracing(TelemetryConfig(trace_level=level, trace_sample=sample), random=Random(1))
+
+
+@pytest.mark.parametrize("metadata", [(), (SAMPLED,), (NOT_SAMPLED,)])
+@pytest.mark.parametrize("level", ["off", "request", "round", "debug"])
+def test_where_nobody_takes_spans_a_request_is_not_laid_out(level: Any, metadata: Any) -> None:
+    tracing = without_exporter(level)
+    assert tracing.begin(Question(), metadata, received_ms=0.0) is None
+    assert tracing.num_open == 0
+
+
+def test_where_nobody_takes_spans_what_is_asked_for_or_watched_is_laid_out() -> None:
+    tracing = without_exporter()
+    asked = tracing.begin(Question(trace=True), [SAMPLED], received_ms=0.0)
+    assert asked is not None
+    assert asked.wants_reports
+    assert asked.context.endswith("-00"), "nobody is to export it"
+    stop = tracing.subscribe(lambda spans: None)
+    watched = tracing.begin(Question(), (), received_ms=0.0)
+    assert watched is not None
+    assert watched.wants_reports
+    stop()
+    assert tracing.begin(Question(), (), received_ms=0.0) is None
+
+
+def test_a_share_that_is_asked_for_is_kept_without_an_exporter() -> None:
+    tracing = without_exporter(sample=1.0)
+    one_trace(tracing, "r")
+    assert tracing.find("r") is not None
+    assert tracing.begin(Question(), [NOT_SAMPLED], received_ms=0.0) is None
+    some = without_exporter(sample=0.25)
+    assert 430 < sum(some.begin(Question(), (), received_ms=0.0) is not None for _ in range(2000)) < 570
+    assert without_exporter(sample=0.0).begin(Question(), [SAMPLED], received_ms=0.0) is None
+    assert without_exporter("request", sample=1.0).begin(Question(), (), received_ms=0.0) is None, "too little to keep"
+
+
 def test_level_off_traces_nothing_but_what_is_asked_for() -> None:
     tracing = a_tracing("off")
     assert tracing.begin(Question(), [SAMPLED], received_ms=0.0) is None
@@ -207,10 +244,10 @@ def test_a_sink_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> Non
 # What is kept
 
 
-def one_trace(tracing: Tracing, request_id: str, num_rounds: int = 1) -> None:
+def one_trace(tracing: Tracing, request_id: str, num_rounds: int = 1, metadata: Any = ()) -> None:
     story = Story(request=a_request(request_id=request_id))
     story.tracing = tracing
-    story.trace = tracing.begin(Question(), (), received_ms=0.0) or pytest.fail("it is traced")
+    story.trace = tracing.begin(Question(), metadata, received_ms=0.0) or pytest.fail("it is traced")
     story.trace.submit(story.machine, 1.0)
     story.admit()
     for i in range(num_rounds):
@@ -257,6 +294,21 @@ def test_an_id_that_is_used_again_finds_the_newer_request() -> None:
     found = tracing.find("r")
     assert found is not None
     assert sum(span.name == "verify" for span in found.spans) == 3
+
+
+def test_the_id_of_a_trace_finds_its_newest_request() -> None:
+    tracing = a_tracing()
+    one_trace(tracing, "first", metadata=(SAMPLED,))
+    one_trace(tracing, "second", 3, metadata=(SAMPLED,))
+    one_trace(tracing, "other")
+    for written in (TRACE, TRACE.upper()):
+        assert tracing.find(written) == tracing.find("second")
+    for unknown in ("1" * 32, TRACE[:-1], TRACE + "0", f"0x{TRACE[2:]}", ""):
+        assert tracing.find(unknown) is None
+    one_trace(tracing, TRACE, 2)
+    named = tracing.find(TRACE)
+    assert named is not None
+    assert f"{named.trace_id:032x}" != TRACE, "a request's own id goes before"
 
 
 def test_what_is_known_of_a_live_request_is_found_by_start() -> None:

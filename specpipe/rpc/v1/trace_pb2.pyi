@@ -24,6 +24,7 @@ class GetTraceRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Its id, or that of its trace in 32 hexadecimal digits: then the newest request of that trace."""
     def __init__(
         self,
         *,
