@@ -38,7 +38,11 @@ def refusal(status: int, code: str, message: str) -> Response:
 
 
 def refusal_of(error: SpecpipeError) -> Response:
-    return refusal(STATUSES[error.code], error.code.value, str(error))
+    """Whom there is no room for keeps no connection either: those are few, too."""
+    answer = refusal(STATUSES[error.code], error.code.value, str(error))
+    if error.code is ErrorCode.RESOURCE_EXHAUSTED:
+        answer.headers["connection"] = "close"
+    return answer
 
 
 def error_json(code: str, message: str) -> dict[str, Any]:

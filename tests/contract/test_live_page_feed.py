@@ -199,6 +199,26 @@ async def test_a_flood_of_watchers_leaves_the_service_as_it_was(service: Cluster
     await wait_until(lambda: not service.coordinator.tracing.is_watched)
 
 
+async def test_readers_that_are_refused_hold_no_place_of_the_page(service: Cluster, web: httpx2.AsyncClient) -> None:
+    host, _, port = service.app.http_address.rpartition(":")
+    async with AsyncExitStack() as flood:
+        for _ in range(32):
+            opened = await flood.enter_async_context(client(service.app.http_address))
+            assert (await flood.enter_async_context(events(opened))).status == 200
+        for _ in range(200):  # more than there are connections; none hangs up
+            reader, writer = await asyncio.open_connection(host, int(port))
+            flood.callback(writer.close)
+            writer.write(b"GET /ui/api/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answer = await asyncio.wait_for(reader.read(), 30)  # ends only with the connection
+            assert answer.startswith(b"HTTP/1.1 429 ")
+            assert b"connection: close" in answer.lower()
+            assert b"32 pages watch, which is the limit; close one" in answer
+        page = await web.get("/ui")
+        assert page.status_code == 200
+        assert (await web.get(page.text.partition('href="')[2].partition('"')[0])).status_code == 200
+    await wait_until(lambda: not service.coordinator.tracing.is_watched)
+
+
 async def test_connections_are_bounded_and_grpc_goes_on(service: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundedProtocol, "max_connections", 20)
     host, _, port = service.app.http_address.rpartition(":")
