@@ -10,6 +10,10 @@ PYTHON := $(VENV)/bin/python
 OLDEST := .venv-oldest
 PACKAGES := coordinator draft_worker target_worker specpipe tests benchmarks proto
 PYTEST_FLAGS ?=
+QUICK := -m "not slow and not gpu and not models"
+# Tests that start no service run two at a time; a file's tests share what they start.
+TOGETHER := -n 2 --dist loadfile
+STARTS_NO_SERVICE := tests/unit tests/contract tests/distribution
 
 # One compute thread a process unless the caller says otherwise: services pin themselves.
 export OMP_NUM_THREADS ?= 1
@@ -39,10 +43,11 @@ types: setup  ## mypy --strict
 	$(VENV)/bin/mypy
 
 unit: setup  ## the quick tests only: no service is started
-	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "not slow and not gpu and not models" tests/unit tests/contract
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(STARTS_NO_SERVICE)
 
 test: lint types  ## everything that must pass before a change lands
-	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "not slow and not gpu and not models"
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(STARTS_NO_SERVICE)
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(QUICK) $(STARTS_NO_SERVICE:%=--ignore=%)
 	$(MAKE) --no-print-directory test-oldest
 
 test-slow: setup  ## the long tests: about an hour
@@ -51,7 +56,7 @@ test-slow: setup  ## the long tests: about an hour
 # An environment of its own for the oldest versions we support. What is not pinned there comes from .venv by a .pth file.
 test-oldest: $(OLDEST)/.complete  ## the version-sensitive tests on the oldest supported dependencies
 	$(OLDEST)/bin/python tests/oldest/check_versions.py
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_FLAGS) -m "not slow and not gpu and not models" $$(grep -v '^#' tests/oldest/tests.txt | xargs -n 1 sh -c 'ls -d $$0 2>/dev/null')
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $$(grep -v '^#' tests/oldest/tests.txt | xargs -n 1 sh -c 'ls -d $$0 2>/dev/null')
 
 $(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
 	@rm -rf $(OLDEST)

@@ -223,6 +223,7 @@ async def is_another(role: str, address: str, *, pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow  # make test has the kind in tests/contract/test_drain.py and in tests/chaos
 @pytest.mark.timeout(600)
 async def test_a_rolling_restart_of_every_worker_ends_no_answer(
     many: RunningService, second_coordinator: str, clients: list[GenerateClient], oracle: Oracle, log_folder: Path

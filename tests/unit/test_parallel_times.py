@@ -62,9 +62,11 @@ def beside(work: Callable[[SharedMemory], None], rank_0: Callable[[SharedMemory]
 
 def test_each_rank_is_told_by_its_own_clock_step_by_step(clocks: Clocks) -> None:
     told: list[list[float]] = []
+    announced = threading.Semaphore(0)
 
     def follow(end: SharedMemory) -> None:
         for step in range(1, 4):
+            announced.acquire()  # as a rank does: no step begins before rank 0 has ended the one before it
             end.begin_step()
             for _ in range(5):
                 clocks.pass_ms(10.0 * step)
@@ -74,6 +76,7 @@ def test_each_rank_is_told_by_its_own_clock_step_by_step(clocks: Clocks) -> None
     def lead(end: SharedMemory) -> None:
         for step in range(1, 4):
             clocks.pass_ms(7000.0)  # between two steps
+            announced.release()
             end.begin_step()
             for _ in range(5):
                 clocks.pass_ms(1.0 * step)
