@@ -1,0 +1,139 @@
+"""One run: faults from a seed over a load from the same seed, then the verdict.
+
+Owns: the order of a run, its report. A failure prints the seed and the faults, so that it can be run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from faults import Fault, draw_faults
+from fleet import Fleet
+from health_watch import HealthWatch
+from judge import Judge
+from oracle import Oracle, Sampling
+from questions import Load, Outcome, Question, ask, draw_questions
+from running import READY_TIMEOUT_S
+from strikes import Striker
+from waiting import wait_until
+
+from specpipe.types import Mode
+
+
+def chosen_seed(default: int | None = None) -> int:
+    """SPECPIPE_CHAOS_SEED, to run a failure again; else the default, else any."""
+    return int(os.environ.get("SPECPIPE_CHAOS_SEED", secrets.randbits(32) if default is None else default))
+
+
+@dataclass(kw_only=True)
+class Report:
+    seed: int
+    begun_s: float = field(default_factory=time.monotonic)
+    faults: list[Fault] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)  # what happened when
+    num_missed: int = 0  # faults whose phase had passed before they struck
+    outcomes: list[Outcome] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    num_ties: int = 0
+    wrong_health_s: float = 0.0  # the longest that any health was wrong, where it was watched
+
+    def tell(self, text: str) -> None:
+        num_over = sum(outcome.is_over for outcome in self.outcomes)
+        self.story.append(f"{time.monotonic() - self.begun_s:.1f} s, {num_over} of {len(self.outcomes)} over: {text}")
+
+    def hear(self, watch: HealthWatch) -> None:
+        self.problems += watch.problems
+        self.wrong_health_s = watch.longest_s
+
+    def __str__(self) -> str:
+        kinds = Counter(fault.kind.name for fault in self.faults)
+        counts = ", ".join(f"{count} {how}" for how, count in sorted(self.counts.items()))
+        longest = max((outcome.longest_pause_s for outcome in self.outcomes), default=0.0)
+        return (
+            f"seed {self.seed}: {len(self.faults)} faults ({', '.join(f'{n} {k}' for k, n in sorted(kinds.items()))}; "
+            f"{self.num_missed} out of phase) over {len(self.outcomes)} requests: {counts}; "
+            f"{len(self.problems)} wrong, {self.num_ties} ties; longest pause {longest:.1f} s, "
+            f"longest that health was wrong {self.wrong_health_s:.1f} s"
+        )
+
+
+async def run_chaos(
+    fleet: Fleet, oracle: Oracle, *, seed: int, num_faults: int, num_requests: int, watches_health: bool = False
+) -> Report:
+    """With `watches_health`, health is an invariant too.
+
+    Raises AssertionError, with all that is needed to run it again, if an invariant does not hold.
+    """
+    report = Report(seed=seed, faults=draw_faults(seed, num_faults, fleet.victims()))
+    try:
+        async with Load(fleet.client_addresses, draw_questions(seed, num_requests)) as load:
+            report.outcomes = load.outcomes
+            await _strike_all(fleet, load, report, num_requests, watches_health=watches_health)
+            await load.end()
+            report.tell("all requests are over")
+        judge = Judge(oracle)
+        report.problems += await asyncio.to_thread(judge.check, report.outcomes)
+        report.counts, report.num_ties = judge.counts, judge.num_ties
+        await check_end(fleet, oracle)
+        report.tell("whole and idle")
+        assert not report.problems, "\n".join(report.problems)
+    except (AssertionError, TimeoutError) as error:
+        told = "\n".join(report.story)
+        again = f"SPECPIPE_CHAOS_SEED={seed}"
+        raise AssertionError(f"{error}\n{again}\n{report}\n{told}\n{fleet.last_lines()}") from error
+    return report
+
+
+async def _strike_all(fleet: Fleet, load: Load, report: Report, num_requests: int, *, watches_health: bool) -> None:
+    """The requests are let go in equal shares, one before each fault, and the rest after the last."""
+    num_faults = len(report.faults)
+    async with AsyncExitStack() as stack:
+        striker = await stack.enter_async_context(Striker(fleet))
+        watch = HealthWatch(fleet, striker.suffering)
+        if watches_health:
+            await stack.enter_async_context(watch)
+        for number, fault in enumerate(report.faults):
+            await striker.wait_for_turn(fault)
+            load.let_go(num_requests * (number + 1) // (num_faults + 1) - num_requests * number // (num_faults + 1))
+            report.num_missed += not await load.reaches(fault.phase)
+            await asyncio.sleep(fault.delay_s)
+            await striker.strike(fault)
+            report.tell(str(fault))
+        load.let_go(num_requests - num_requests * num_faults // (num_faults + 1))
+    report.hear(watch)
+
+
+async def check_end(fleet: Fleet, oracle: Oracle) -> None:
+    """After the last fault: all is whole without a hand, each coordinator answers, and nothing is held any more."""
+    await fleet.become_whole()
+    judge = Judge(oracle)
+    for place, _ in enumerate(fleet.client_addresses):
+        question = plain_question(place)
+        outcome = Outcome(question=question)
+        await ask(outcome, fleet.client_addresses)
+        outcome.is_over = True
+        assert outcome.error is None, f"a plain request after all faults failed: {outcome.error}"
+        assert not judge.check([outcome])
+    try:
+        await wait_until(fleet.is_idle, timeout_s=READY_TIMEOUT_S)
+    except TimeoutError:
+        held = await fleet.holdings()
+        raise AssertionError(f"sessions or slots are kept: {held}") from None
+
+
+def plain_question(place: int) -> Question:
+    return Question(
+        prompt="def",
+        sampling=Sampling(),
+        max_tokens=24,
+        mode=Mode.PIPELINED,
+        first_place=place,
+        asks_elsewhere=False,
+    )
