@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 from coordinator.answer_stream import AnswerStream
 from coordinator.detokenizer import AnswerText
 from coordinator.discovery import Resolve, resolve_name
+from coordinator.draft_moves import DraftMoves
 from coordinator.events import (
     Admitted,
     Emit,
@@ -31,10 +32,11 @@ from coordinator.events import (
     Event,
     Fail,
     Instruction,
+    Joined,
     Kind,
     Lost,
+    Moving,
     Placed,
-    Placement,
     Received,
     Seek,
     Send,
@@ -85,6 +87,9 @@ class Coordinator:
         self.is_stopping = False
         connect = connect or functools.partial(connect_worker, tls=config.server.tls)
         self._links = WorkerLinks(config, self.settings, connect, self, resolve)
+        self._moves = DraftMoves(
+            self.pools[Kind.DRAFT], self._find_draft, level_every_ms=1000 * self.settings.level_every_s
+        )
         self._session_ids = itertools.count(secrets.randbits(62) + 1)
         self._streams: set[AnswerStream] = set()  # until their readers are gone
         self._live: dict[str, AnswerStream] = {}  # by request id, until they are answered
@@ -268,23 +273,40 @@ class Coordinator:
                 stream.fail(error)
 
     def _place(self, stream: AnswerStream, kind: Kind) -> None:
-        machine = stream.machine
-        host = self._host_of(machine.target) if kind is Kind.DRAFT else ""
-        connection = self.pools[kind].place(_now_ms(), machine.tokens, host=host)
+        connection = self._find_draft(stream) if kind is Kind.DRAFT else self._find_target(stream)
         if connection is None:
             self._handle(stream, Unplaced(kind))
-            return
+        else:
+            self._handle(stream, Placed(kind, connection.number, self._new_session(stream, connection)))
+
+    def _find_target(self, stream: AnswerStream) -> Connection | None:
+        return self.pools[Kind.TARGET].place(_now_ms(), stream.machine.tokens)
+
+    def _find_draft(self, stream: AnswerStream) -> Connection | None:
+        """Near the target worker, where it tells on which host it runs."""
+        target = stream.machine.target
+        connection = None if target is None else self._links.get(target.worker)
+        host = "" if connection is None else connection.link.hello.process.host
+        return self.pools[Kind.DRAFT].place(_now_ms(), stream.machine.tokens, host=host)
+
+    def _new_session(self, stream: AnswerStream, connection: Connection) -> int:
         session = next(self._session_ids)
         connection.sessions.add(session)
         self._by_session[session] = stream
         if stream.trace is not None:
-            stream.trace.place(kind, session, connection.process, _now_ms())
-        self._handle(stream, Placed(kind, connection.number, session))
+            stream.trace.place(connection.kind, session, connection.process, _now_ms())
+        return session
 
-    def _host_of(self, placement: Placement | None) -> str:
-        """Where the worker of this session runs; empty: nowhere, or it does not tell."""
-        connection = None if placement is None else self._links.get(placement.worker)
-        return "" if connection is None else connection.link.hello.process.host
+    # Drafting that moves
+
+    def _move_drafts(self, now_ms: float) -> None:
+        """Requests hear of a worker that has joined; drafting goes elsewhere where that is better."""
+        streams = tuple(self._running)
+        if self._moves.has_joined():
+            for stream in streams:
+                self._handle(stream, Joined())
+        for stream, connection, cause in self._moves.due(streams, now_ms):
+            self._handle(stream, Moving(connection.number, self._new_session(stream, connection), cause))
 
     # Time
 
@@ -301,6 +323,7 @@ class Coordinator:
                 for session in connection.overdue(now_ms):
                     _tell_over(self._by_session[session], session)
                     self._forget(connection, session)
+            self._move_drafts(now_ms)
             for stream in tuple(self._streams):
                 self._handle(stream, Tick())
                 self._check_reader(stream, now_ms)

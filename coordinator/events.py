@@ -20,6 +20,15 @@ class Kind(enum.Enum):
     TARGET = "target"
 
 
+class Cause(enum.Enum):
+    """Why drafting moves from one worker to another although the first is still connected."""
+
+    DRAINS = "drains"
+    LEAVES = "leaves"
+    SILENT = "silent"
+    LOAD = "load"
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """One session on one worker."""
@@ -53,6 +62,20 @@ class Unplaced:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A draft worker was connected: whatever others have refused, this one may be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """This draft worker is to take over, under a session id that was never used. Only where `may_move_draft`."""
+
+    worker: int
+    session: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """A message of a worker, about a session of this request now or once."""
 
@@ -83,7 +106,7 @@ class Ended:
     error: SpecpipeError
 
 
-Event = Admitted | Placed | Unplaced | Received | Lost | Tick | Ended
+Event = Admitted | Placed | Unplaced | Joined | Moving | Received | Lost | Tick | Ended
 
 
 # Instructions
@@ -136,8 +159,25 @@ def told(event: Event) -> str:
     return f"{event.kind.value}: {what}"
 
 
-def loss_told(event: Event) -> str:
-    """Why the session that the event ended is gone."""
+def cause_told(cause: Cause) -> str:
+    """Why drafting moves, as a sentence about the worker that it leaves."""
+    return {
+        Cause.DRAINS: "it ends when its sessions have",
+        Cause.LEAVES: "its name does not stand for it any more",
+        Cause.SILENT: "it says nothing, or hangs in a step",
+        Cause.LOAD: "it has much more to do than another one",
+    }[cause]
+
+
+def draft_has_moved(event: Event) -> bool:
+    """Whether a draft session that this event replaced by another one was left, and not lost."""
+    return isinstance(event, Moving) or (isinstance(event, Received) and isinstance(event.message, Extension))
+
+
+def loss_told(event: Event, moving: Moving | None = None) -> str:
+    """Why the session that the event ended is gone. `moving`: how drafting last began to move."""
+    if moving is not None and draft_has_moved(event):
+        return cause_told(moving.cause)
     match event:
         case Lost(reason=reason):
             return reason

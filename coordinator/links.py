@@ -138,7 +138,9 @@ class WorkerLinks:
     def watch(self, connection: Connection, passed_s: float) -> None:
         """Time has passed in which the coordinator itself was at work: count the silence."""
         connection.silent_s += passed_s
-        connection.is_suspect = connection.silent_s > self._settings.suspect_after_s
+        step_s = connection.link.heartbeat.step_running_ms / 1000
+        hangs = step_s > self._settings.suspect_step_s(connection.kind)
+        connection.is_suspect = hangs or connection.silent_s > self._settings.suspect_after_s
         if connection.silent_s > self._settings.max_silence_s(connection.kind):
             self._patience[connection.number].reschedule(0.0)
 

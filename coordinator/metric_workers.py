@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from coordinator.events import Kind
+from coordinator.events import Cause, Kind
 from coordinator.metric_sums import declare_counter
 from coordinator.pools import Connection, Pool
 from specpipe.telemetry.instruments import Counter, Description, Instruments, Labels, Readings
@@ -43,6 +43,9 @@ class WorkerMetrics:
         self._coordinator: Coordinating | None = None
         self.moves = declare_counter(
             instruments, "session_moves", "{session}", "Lost with a worker.", kind=[kind.value for kind in Kind]
+        )
+        self.draft_moves = declare_counter(
+            instruments, "draft_moves", "{session}", "Left for another worker.", cause=[cause.value for cause in Cause]
         )
         self.fallbacks = declare_counter(
             instruments,

@@ -12,7 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from coordinator.events import Admitted, Emit, Event, Fail, Instruction, Kind, Lost, Received, Unplaced
+from coordinator.events import (
+    Admitted,
+    Cause,
+    Emit,
+    Event,
+    Fail,
+    Instruction,
+    Kind,
+    Lost,
+    Moving,
+    Placement,
+    Received,
+    Unplaced,
+    draft_has_moved,
+)
 from coordinator.metric_sums import DraftTimeMetrics, RequestMetrics, RoundMetrics
 from coordinator.metric_workers import Coordinating, WorkerMetrics
 from coordinator.state import RequestMachine
@@ -98,7 +112,9 @@ class RequestCount:
         self._machine: RequestMachine | None = None
         self._wants_draft = False
         self._is_drafted: bool | None = None  # None: not known yet
-        self._had_target = self._had_draft = False
+        self._target: Placement | None = None
+        self._draft: Placement | None = None
+        self._moving = Cause.LOAD  # why drafting last began to move
 
     def refuse(self, error: BaseException, now_ms: float) -> None:
         """It ends before it was submitted."""
@@ -171,16 +187,23 @@ class RequestCount:
     # Sessions
 
     def _note_sessions(self, machine: RequestMachine, event: Event) -> None:
-        """A session that was there and is not has been lost, unless the request is over."""
-        has_target, has_draft = machine.target is not None, machine.draft is not None
+        """A session that was there and is not has been lost or left, unless the request is over."""
+        if isinstance(event, Moving):
+            self._moving = event.cause
         if not machine.phase.is_over:
-            if self._had_target and not has_target:
+            if self._target is not None and machine.target is None:
                 self._metrics.workers.moves.add(1, Kind.TARGET.value)
-            if self._had_draft and not has_draft:
-                self._metrics.workers.moves.add(1, Kind.DRAFT.value)
+            if self._draft is not None and machine.draft != self._draft:
+                self._leave_draft(event)
             if self._wants_draft:
-                self._note_draft(event, has_draft=has_draft)
-        self._had_target, self._had_draft = has_target, has_draft
+                self._note_draft(event, has_draft=machine.draft is not None)
+        self._target, self._draft = machine.target, machine.draft
+
+    def _leave_draft(self, event: Event) -> None:
+        if draft_has_moved(event):
+            self._metrics.workers.draft_moves.add(1, self._moving.value)
+        else:
+            self._metrics.workers.moves.add(1, Kind.DRAFT.value)
 
     def _note_draft(self, event: Event, *, has_draft: bool) -> None:
         """Once each time that it has to go on without one, whatever is tried meanwhile."""

@@ -6,13 +6,13 @@ requests, which one is best (`coordinator.placing`). `coordinator.links` dials; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from coordinator.events import Kind
+from coordinator.events import Cause, Kind
 from coordinator.fit import VocabularyLink
-from coordinator.placing import Candidate, Prefixes, choose
+from coordinator.placing import Candidate, Levelling, Prefixes, choose
 from specpipe.spans import Process, Role
 from specpipe.types import Heartbeat, SessionMessage
 
@@ -58,7 +58,7 @@ class Connection:
     sessions: set[int] = field(default_factory=set)  # opened and not yet Closed
     closing_since_ms: dict[int, float] = field(default_factory=dict)  # of those: Close was sent
     silent_s: float = 0.0  # since it was heard last
-    is_suspect: bool = False  # silent: gets no new sessions
+    is_suspect: bool = False  # silent, or hangs in a step: gets no new sessions
     is_leaving: bool = False  # its name does not stand for it any more: gets no new sessions
     avoided_until_ms: float = 0.0  # it refused a session
 
@@ -82,7 +82,16 @@ class Connection:
     @property
     def may_be_used(self) -> bool:
         """Now, or when it has room."""
-        return not (self.is_suspect or self.is_leaving or self.is_draining)
+        return self.cause_to_leave is None
+
+    @property
+    def cause_to_leave(self) -> Cause | None:
+        """Why it gets nothing new, and what it has is better off elsewhere."""
+        if self.is_suspect:
+            return Cause.SILENT
+        if self.is_draining:
+            return Cause.DRAINS
+        return Cause.LEAVES if self.is_leaving else None
 
     def can_take(self, now_ms: float) -> bool:
         """A session, now."""
@@ -134,6 +143,7 @@ class Pool:
         self.kind = kind
         self._connections: dict[int, Connection] = {}
         self._prefixes = Prefixes()
+        self._levelling = Levelling()
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._connections.values()))
@@ -166,3 +176,17 @@ class Pool:
             return None
         self._prefixes.note(tokens, chosen.number)
         return self._connections[chosen.number]
+
+    def level(self, now_ms: float, num_staying: Mapping[int, int]) -> tuple[Connection, Connection] | None:
+        """A worker that is to give one session to another one, for balance; see `coordinator.placing`.
+
+        `num_staying`: sessions of each worker, by its number, once those that move have moved.
+        """
+        usable = {
+            connection.number: replace(connection.candidate, num_sessions=num_staying.get(connection.number, 0))
+            for connection in self
+            if connection.may_be_used
+        }
+        takers = [candidate for number, candidate in usable.items() if self._connections[number].can_take(now_ms)]
+        found = self._levelling.find(tuple(usable.values()), takers)
+        return None if found is None else (self._connections[found[0]], self._connections[found[1]])

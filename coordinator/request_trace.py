@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from coordinator.events import Emit, Event, Fail, Instruction, Kind, Placement, Received, Send, loss_told
+from coordinator.events import Emit, Event, Fail, Instruction, Kind, Moving, Placement, Received, Send, loss_told
 from coordinator.state import RequestMachine
 from coordinator.trace_generate import GenerateAttributes
 from coordinator.trace_rounds import Rounds
@@ -99,6 +99,7 @@ class RequestTrace:
         self._target: Placement | None = None
         self._draft: Placement | None = None
         self._lost_target = ""  # why, until the next one is found
+        self._moving: Moving | None = None  # how drafting last began to move
         self._rounds_before = 0  # of target sessions that were lost
         self._rounds_here = 0
         self._length_ms: dict[int, float] = {}  # since when so many tokens are committed
@@ -233,6 +234,8 @@ class RequestTrace:
     def _note_placements(self, event: Event, now_ms: float) -> None:
         assert self._machine is not None
         target, draft = self._machine.target, self._machine.draft
+        if isinstance(event, Moving):
+            self._moving = event
         if target is self._target and draft is self._draft:
             return
         is_over = self._machine.phase.is_over
@@ -242,7 +245,8 @@ class RequestTrace:
             if target is not None:
                 self._open_target(target, now_ms)
         if draft != self._draft and self._draft is not None and not is_over:
-            self.note("draft lost", now_ms, reason=loss_told(event), worker=self._address(self._draft))
+            name, worker = ("draft lost", self._draft) if draft is None else ("draft moved", draft)
+            self.note(name, now_ms, reason=loss_told(event, self._moving), worker=self._address(worker))
         if not is_over:
             self._target, self._draft = target, draft
 

@@ -9,7 +9,8 @@ Must not know: asyncio, gRPC, clocks, pools. `coordinator.driver` feeds it and d
        |        +--+--------+      target lost: open again elsewhere, from the tokens held here
 
 OPENING: without a target session, or with one that has not committed yet. A draft session comes and goes beside all
-this and changes no state: a request without one costs speed and nothing else.
+this and changes no state: a request without one costs speed and nothing else. While drafting moves to another worker
+there are two, and what either drafts goes to the target.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from coordinator.detokenizer import AnswerText
 from coordinator.draft_side import DraftSide
 from coordinator.events import (
     Admitted,
+    Cause,
     Emit,
     Ended,
     Event,
     Fail,
     Instruction,
+    Joined,
     Kind,
     Lost,
+    Moving,
     Placed,
     Placement,
     Received,
@@ -36,13 +40,14 @@ from coordinator.events import (
     Send,
     Tick,
     Unplaced,
+    cause_told,
     told,
 )
 from coordinator.phases import TRANSITIONS, Phase
 from coordinator.requests import Request
+from coordinator.session_messages import answer_need, open_session, started
 from coordinator.target_wait import TargetWait
 from coordinator.transcript import Transcript
-from specpipe.answers import Started
 from specpipe.errors import (
     ERROR_BY_CODE,
     DeadlineExceededError,
@@ -59,8 +64,6 @@ from specpipe.types import (
     Failed,
     FinishReason,
     NeedTokens,
-    Open,
-    Origin,
     RoundStats,
     SessionMessage,
 )
@@ -90,7 +93,18 @@ class RequestMachine:
 
     @property
     def draft(self) -> Placement | None:
+        """The session that drafts."""
         return self._draft.session
+
+    @property
+    def latest_draft(self) -> Placement | None:
+        """The one that will, where drafting moves; else the same."""
+        return self._draft.latest
+
+    def may_move_draft(self, cause: Cause, now_ms: float) -> bool:
+        """Whether Moving may come now. For balance only once the answer streams."""
+        is_streaming = self.phase is Phase.STREAMING or (self.phase is Phase.OPENING and cause is not Cause.LOAD)
+        return is_streaming and self._draft.may_move(cause, now_ms)
 
     @property
     def tokens(self) -> list[int]:
@@ -121,14 +135,15 @@ class RequestMachine:
 
     def check(self) -> None:
         """Raise InvariantError if the machine contradicts itself. For tests, after every event."""
-        has_sessions = self.target is not None or self.draft is not None
+        has_sessions = self.target is not None or bool(self._draft.sessions)
         rules = {
             "tokens begin with the prompt": tuple(self.tokens[: len(self.request.prompt)]) == self.request.prompt,
             "no token beyond max_length": len(self.tokens) <= self.request.stops.max_length,
             "no session before admission or after the end": not has_sessions
             or self.phase in (Phase.OPENING, Phase.STREAMING),
             "a streaming request has a target": self.phase is not Phase.STREAMING or self.target is not None,
-            "a draft session only where one is wanted": self.draft is None or self._draft.is_wanted,
+            "a draft session only where one is wanted": not self._draft.sessions or self._draft.is_wanted,
+            "a successor only beside a session": self._draft.successor is None or self.draft is not None,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -153,14 +168,18 @@ class RequestMachine:
                 if self.target is not None and message.session == self.target.session:
                     self._hear_target(message, self.target)
             case Received(message=message):
-                if self.draft is not None and message.session == self.draft.session:
-                    self._hear_draft(message, self.draft)
+                if (draft := self._draft.find(message.session)) is not None:
+                    self._hear_draft(message, draft)
+            case Joined():
+                self._draft.ask_anew(self._now_ms)
+            case Moving():
+                self._move_draft(Placement(event.worker, event.session), event.cause)
             case Lost(kind=Kind.TARGET):
                 if self.target is not None and event.session == self.target.session:
                     self._lose_target(event.reason, event.stalled_ms, is_fault=not event.was_draining)
             case Lost():
-                if self.draft is not None and event.session == self.draft.session:
-                    self._draft.lose(self._now_ms)
+                if (draft := self._draft.find(event.session)) is not None:
+                    self._draft.lose(draft, self._now_ms)
                     self._tell_no_draft()
             case Tick():
                 self._tick()
@@ -179,6 +198,8 @@ class RequestMachine:
             self._seek_target()
         elif self._draft.is_due(self._now_ms):
             self._seek_draft()
+        elif (late := self._draft.overdue_successor(self._now_ms)) is not None:
+            self._refuse_draft(late, "it has drafted nothing")
 
     # The target session
 
@@ -195,29 +216,12 @@ class RequestMachine:
     def _place_target(self, placement: Placement) -> None:
         self._require(self.phase is Phase.OPENING and self.target is None, "a target session that was not asked for")
         self.target = placement
-        self._send_target(self._open(placement))
+        self._open(placement)
         if not self._is_started:
             self._is_started = True
-            self._emit_started()
+            self._out.append(Emit(started(self.request)))
         if self._draft.is_due(self._now_ms):
             self._seek_draft()
-
-    def _open(self, placement: Placement) -> Open:
-        """The session as it stands: everything else is computed from these tokens."""
-        request = self.request
-        return Open(
-            session=placement.session,
-            request_id=request.request_id,
-            tokens=tuple(self.tokens),
-            num_prompt_tokens=len(request.prompt),
-            sampling=request.sampling,
-            stops=request.stops,
-            speculation=request.speculation,
-            remaining_ms=None if request.deadline_ms is None else max(0.0, request.deadline_ms - self._now_ms),
-            trace_context=request.trace_context,
-            vocab_size=request.vocab_size,
-            wants_reports=request.wants_reports,
-        )
 
     def _hear_target(self, message: SessionMessage, target: Placement) -> None:
         match message:
@@ -273,11 +277,11 @@ class RequestMachine:
             self._pass_on(delivered)
 
     def _pass_on(self, commit: Commit) -> None:
-        """The draft worker hears every commit; without one the target hears that no draft will come."""
-        if self.draft is not None:
-            told = replace(commit, session=self.draft.session, stats=RoundStats())  # sums are no business of drafts
-            self._out.append(Send(self.draft.worker, told))
-        else:
+        """Draft workers hear every commit; without one the target hears that no draft will come."""
+        for draft in self._draft.sessions:
+            told = replace(commit, session=draft.session, stats=RoundStats())  # sums are no business of drafts
+            self._out.append(Send(draft.worker, told))
+        if self.draft is None:
             self._tell_no_draft()
 
     def _finish(self, reason: FinishReason) -> None:
@@ -286,7 +290,7 @@ class RequestMachine:
         self._go(Phase.FINISHED)
         self._out.append(Emit(finished))
 
-    # The draft session
+    # The draft sessions
 
     def _seek_draft(self) -> None:
         self._draft.seek(self._now_ms)
@@ -294,26 +298,47 @@ class RequestMachine:
 
     def _place_draft(self, placement: Placement) -> None:
         self._require(self.draft is None and self._draft.is_wanted, "a draft session that was not asked for")
-        self._draft.session = placement
-        self._out.append(Send(placement.worker, self._open(placement)))
+        self._draft.begin(placement)
+        self._open(placement)
+
+    def _move_draft(self, placement: Placement, cause: Cause) -> None:
+        """The one before is kept until this one has drafted something, unless it does nothing itself."""
+        self._require(self.may_move_draft(cause, self._now_ms), "a draft session that was not asked for")
+        if cause is Cause.SILENT:
+            for silent in self._draft.replace(placement, self._now_ms):
+                self._close(silent, cause_told(cause))
+            self._tell_no_draft()
+        else:
+            self._draft.begin_move(placement, self._now_ms)
+        self._open(placement)
 
     def _hear_draft(self, message: SessionMessage, draft: Placement) -> None:
         match message:
             case Extension():
-                self._relay(message)
+                self._hear_extension(message, draft)
             case NeedTokens(have=have) if have > len(self.tokens):
                 self._refuse_draft(draft, f"it claims {have} tokens where {len(self.tokens)} are committed")
             case NeedTokens(have=have):
                 self._answer_need(draft, have)
             case Failed(code=ErrorCode.UNAVAILABLE, is_retryable=True):
-                self._draft.lose(self._now_ms)  # the worker ends: another may take over at once
+                self._draft.lose(draft, self._now_ms)  # the worker ends: another may take over at once
                 self._tell_no_draft()
             case Failed():
-                self._draft.fail(self._now_ms, is_retryable=message.is_retryable)
+                self._draft.fail(draft, self._now_ms, is_retryable=message.is_retryable)
                 self._tell_no_draft()
             case Closed():
-                self._draft.give_up(self._now_ms)
+                self._draft.give_up(draft, self._now_ms)
                 self._tell_no_draft()
+
+    def _hear_extension(self, extension: Extension, draft: Placement) -> None:
+        """A successor that drafts takes over; that it can draft nothing is no news while another one drafts."""
+        if extension.num_nodes:
+            relieved = self._draft.hear_drafts(draft)
+            if relieved is not None:
+                self._close(relieved, "another draft worker has taken over")
+        elif draft != self.draft:
+            return
+        self._relay(extension)
 
     def _relay(self, extension: Extension) -> None:
         """To the target as it is, for it decides alone; without a target it is lost, which is allowed."""
@@ -322,8 +347,8 @@ class RequestMachine:
             self._send_target(replace(extension, session=self.target.session, draft_step=draft_step))
 
     def _refuse_draft(self, draft: Placement, reason: str) -> None:
-        self._out.append(Send(draft.worker, Close(session=draft.session, reason=reason)))
-        self._draft.give_up(self._now_ms)
+        self._close(draft, reason)
+        self._draft.give_up(draft, self._now_ms)
         self._tell_no_draft()
 
     def _tell_no_draft(self) -> None:
@@ -337,21 +362,22 @@ class RequestMachine:
 
     # Both
 
+    def _open(self, placement: Placement) -> None:
+        opened = open_session(placement.session, self.request, self.tokens, self._now_ms)
+        self._out.append(Send(placement.worker, opened))
+
+    def _close(self, placement: Placement, reason: str) -> None:
+        self._out.append(Send(placement.worker, Close(session=placement.session, reason=reason)))
+
     def _answer_need(self, placement: Placement, have: int) -> None:
-        """One commit from there. A worker that has more than is held here is asked for it in turn."""
-        missing = tuple(self.tokens[have:])
-        if have > len(self.tokens):
-            self._out.append(Send(placement.worker, NeedTokens(session=placement.session, have=len(self.tokens))))
-        elif missing:
-            origins = (Origin.PLAIN,) * len(missing)
-            commit = Commit(session=placement.session, round=0, base=have, tokens=missing, origins=origins)
-            self._out.append(Send(placement.worker, commit))
+        answer = answer_need(placement.session, self.tokens, have)
+        if answer is not None:
+            self._out.append(Send(placement.worker, answer))
 
     def _close_sessions(self, reason: str) -> None:
-        for placement in (self.target, self.draft):
-            if placement is not None:
-                self._out.append(Send(placement.worker, Close(session=placement.session, reason=reason)))
-        self.target = self._draft.session = None
+        for placement in filter(None, (self.target, *self._draft.close())):
+            self._close(placement, reason)
+        self.target = None
 
     def _end(self, phase: Phase, error: SpecpipeError) -> None:
         """Whatever was emitted stays; the error is the last word."""
@@ -362,20 +388,6 @@ class RequestMachine:
     def _send_target(self, message: SessionMessage) -> None:
         if self.target is not None:
             self._out.append(Send(self.target.worker, message))
-
-    def _emit_started(self) -> None:
-        request = self.request
-        self._out.append(
-            Emit(
-                Started(
-                    request_id=request.request_id,
-                    model=request.model,
-                    prompt_tokens=len(request.prompt),
-                    seed=request.sampling.seed,
-                    rule=request.speculation.rule,
-                )
-            )
-        )
 
     def _go(self, phase: Phase) -> None:
         if (self.phase, phase) not in TRANSITIONS:

@@ -73,6 +73,10 @@ class RelayedExtension(Extension):
     message: worker_pb2.Extension = field(compare=False)
     num_bytes: int = field(default=0, compare=False)
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self.message.tokens)
+
     def read(self) -> Extension:
         """With its nodes. Raises InvalidRequestError if they are not right."""
         return extension_from_pb(self.message, Limits())

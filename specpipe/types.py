@@ -142,6 +142,10 @@ class Extension:
     proposals: tuple[Proposal, ...] = ()  # rule rejection: at most one a parent
     arrived_s: float | None = field(default=None, compare=False)  # when it reached this process; never on the wire
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStats:

@@ -492,6 +492,7 @@ def test_a_relayed_extension_leaves_as_it_came_but_for_its_session_and_draft_ste
     (relayed,) = batch.extensions
     assert not rejected
     assert (relayed.session, relayed.base, relayed.draft_step, relayed.tokens) == (7, 3, 3, ())
+    assert relayed.num_nodes == len(relayed.read().tokens) > 0
     left = codec.extension_to_pb(dataclasses.replace(relayed, session=9, draft_step=1))
     came.session, came.draft_step = 9, 1
     assert left == came

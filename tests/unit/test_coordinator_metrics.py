@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from coordinator.detokenizer import AnswerText, Detokenizer, SpacedDecoder
 from coordinator.events import (
     Admitted,
+    Cause,
     Ended,
     Event,
     Kind,
     Lost,
+    Moving,
     Placed,
     Placement,
     Received,
@@ -336,6 +338,33 @@ def test_a_target_that_is_lost_is_a_move_and_what_it_told_stays() -> None:
     story.do(Received(Kind.TARGET, replace(commit("P", base=5, num_rounds=1), session=5)))
     assert sum(story.read("rounds").values()) == 2
     assert story.machine.target == Placement(3, 5)
+
+
+def drafted(session: int) -> Received:
+    """That session says something of it."""
+    return Received(Kind.DRAFT, Extension(session=session, base=3, parents=(0,), tokens=(7,), confidences=(0.5,)))
+
+
+def test_drafting_that_moves_is_counted_by_cause_and_is_neither_a_loss_nor_a_fallback() -> None:
+    story = Story()
+    story.do(*PLACED)
+    story.do(Moving(3, 5, Cause.DRAINS))
+    assert some(story.read("draft_moves")) == {}, "the first one drafts"
+    story.do(drafted(5), drafted(5), Moving(2, 6, Cause.SILENT), drafted(6))
+    assert some(story.read("draft_moves")) == {("drains",): 1, ("silent",): 1}
+    assert some(story.read("session_moves")) == some(story.read("fallbacks")) == {}
+    assert story.undrafted == 0
+
+
+def test_a_successor_that_comes_to_nothing_counts_nowhere_and_one_that_replaces_a_lost_worker_as_its_loss() -> None:
+    story = Story()
+    story.do(*PLACED)
+    story.do(Moving(3, 5, Cause.LEAVES), Lost(Kind.DRAFT, 5, "it is gone"))
+    assert some(story.read("draft_moves")) == some(story.read("session_moves")) == some(story.read("fallbacks")) == {}
+    story.do(Moving(3, 6, Cause.LEAVES), after_ms=2000.0)
+    story.do(Lost(Kind.DRAFT, 2, "it is gone"))
+    assert some(story.read("session_moves")) == {("draft",): 1}
+    assert some(story.read("draft_moves")) == some(story.read("fallbacks")) == {}
 
 
 def test_a_request_that_is_refused_is_told_with_its_status() -> None:

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.events import Kind
-from coordinator.placing import BLOCK_TOKENS, MAX_BLOCKS, MAX_EXCESS, Candidate, Prefixes, choose
+from coordinator.placing import (
+    BLOCK_TOKENS,
+    MAX_BLOCKS,
+    MAX_EXCESS,
+    MIN_TO_BEGIN,
+    Candidate,
+    Levelling,
+    Prefixes,
+    choose,
+)
 from coordinator.pools import Connection, Pool
 from specpipe.types import Heartbeat, Hello, ProcessInfo, SessionMessage
 
@@ -95,6 +104,109 @@ def test_what_lies_beyond_the_bound_of_a_text_plays_no_part() -> None:
     prefixes = Prefixes()
     prefixes.note(range((MAX_BLOCKS + 5) * BLOCK_TOKENS), 1)
     assert len(prefixes) == MAX_BLOCKS
+
+
+# Levelling
+
+
+def moves(sessions: list[int], rooms: list[int] | None = None, limit: int = 1000) -> list[tuple[int, int]]:
+    """All moves between workers, numbered from 1, with so many sessions; these change by nothing else."""
+    levelling, sessions = Levelling(), list(sessions)
+    made: list[tuple[int, int]] = []
+    while len(made) < limit:
+        workers = [
+            worker(number, held, max_sessions=rooms[number - 1] if rooms else 0)
+            for number, held in enumerate(sessions, 1)
+        ]
+        found = levelling.find(workers, workers)
+        if found is None:
+            return made
+        giver, taker = found
+        sessions[giver - 1] -= 1
+        sessions[taker - 1] += 1
+        made.append(found)
+    raise AssertionError(f"it never ends: {made[-4:]}")
+
+
+@pytest.mark.parametrize(
+    ("sessions", "rooms", "expected"),
+    [
+        ([], None, []),
+        ([5], None, []),
+        ([3, 0], None, []),
+        ([4, 0], None, [(1, 2), (1, 2)]),
+        ([0, 5], None, [(2, 1), (2, 1)]),
+        ([6, 1, 6], None, [(1, 2), (3, 2), (1, 2)]),
+        ([8, 4], [16, 8], []),
+        ([4, 8], [4, 16], []),
+        ([4, 0], [4, 64], [(1, 2), (1, 2)]),
+    ],
+    ids=[
+        "nobody",
+        "one",
+        "too little",
+        "two move",
+        "either way",
+        "from most",
+        "full alike",
+        "more room",
+        "little room",
+    ],
+)
+def test_sessions_move_from_most_to_least_until_they_are_level(
+    sessions: list[int], rooms: list[int] | None, expected: list[tuple[int, int]]
+) -> None:
+    assert moves(sessions, rooms) == expected
+
+
+@given(workers=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 64)), min_size=1, max_size=8))
+def test_levelling_ends_and_no_worker_both_gives_and_takes(workers: list[tuple[int, int]]) -> None:
+    sessions, rooms = [held for held, _ in workers], [room for _, room in workers]
+    made = moves(sessions, rooms)
+    assert not {giver for giver, _ in made} & {taker for _, taker in made}
+    assert len(made) <= sum(sessions)
+
+
+@given(sessions=st.lists(st.integers(0, 40), min_size=1, max_size=8))
+def test_workers_of_one_size_differ_by_one_at_most_once_levelling_has_begun(sessions: list[int]) -> None:
+    made = moves(sessions)
+    assert bool(made) == (max(sessions) - min(sessions) >= 2 * MIN_TO_BEGIN)
+    for giver, taker in made:
+        sessions[giver - 1] -= 1
+        sessions[taker - 1] += 1
+    assert not made or max(sessions) - min(sessions) <= 1
+
+
+def test_a_difference_that_would_not_begin_levelling_ends_it_only_when_it_is_gone() -> None:
+    levelling = Levelling()
+
+    def finds(one: int, other: int) -> bool:
+        pair = [worker(1, one), worker(2, other)]
+        return levelling.find(pair, pair) is not None
+
+    assert [finds(3, 0), finds(4, 0), finds(3, 0), finds(2, 0), finds(1, 0), finds(2, 0), finds(3, 0)] == [
+        *(False, True, True, True),
+        *(False, False, False),
+    ]
+
+
+def test_a_session_goes_only_where_one_may_be_placed() -> None:
+    levelling, workers = Levelling(), [worker(1, 9), worker(2, 0), worker(3, 1)]
+    assert levelling.find(workers, workers[2:]) == (1, 3)
+    assert levelling.find(workers, workers[:1]) is None
+    assert levelling.find(workers, []) is None
+
+
+@given(texts=st.lists(st.sampled_from([LONG, OTHER, LONG[:40], ()]), max_size=40), num_workers=st.integers(2, 5))
+def test_what_placement_itself_makes_unequal_moves_nothing(texts: list[tuple[int, ...]], num_workers: int) -> None:
+    sessions, prefixes, levelling = [0] * num_workers, Prefixes(), Levelling()
+    for text in texts:
+        workers = [worker(number, held) for number, held in enumerate(sessions, 1)]
+        assert levelling.find(workers, workers) is None
+        placed = choose(workers, text, prefixes)
+        assert placed is not None
+        prefixes.note(text, placed.number)
+        sessions[placed.number - 1] += 1
 
 
 class FakeLink:

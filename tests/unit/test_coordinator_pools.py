@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.events import Kind
+from coordinator.events import Cause, Kind
 from coordinator.pools import AVOID_ENDING_MS, AVOID_MS, CLOSING_MS, Backoff, Connection, Pool
 from specpipe.types import Heartbeat, Hello, ModelInfo, SessionMessage
 
@@ -57,6 +57,32 @@ def test_a_worker_that_says_it_drains_gets_nothing_whatever_it_has_refused() -> 
     pool = Pool(Kind.TARGET)
     pool.add(draining)
     assert not pool.is_ready
+
+
+def test_why_what_a_worker_has_is_better_off_elsewhere() -> None:
+    made = connection(1, is_leaving=True)
+    assert made.cause_to_leave is Cause.LEAVES
+    made.link.heartbeat = Heartbeat(is_draining=True)
+    assert made.cause_to_leave is Cause.DRAINS
+    made.is_suspect = True
+    assert made.cause_to_leave is Cause.SILENT, "it can be waited for least of all"
+    assert connection(2).cause_to_leave is None
+
+
+def test_levelling_counts_sessions_that_stay_and_takes_workers_that_may_be_used() -> None:
+    pool = Pool(Kind.DRAFT)
+    busy, suspect, full, free = (
+        connection(1, 9, max_sessions=0),
+        connection(2, is_suspect=True, max_sessions=0),
+        connection(3, 4),
+        connection(4, max_sessions=0),
+    )
+    for made in (busy, suspect, full, free):
+        pool.add(made)
+    assert pool.level(1000.0, {1: 9, 2: 0, 3: 0, 4: 1}) == (busy, free), "the third is full of sessions that close"
+    assert pool.level(1000.0, {1: 5, 2: 0, 3: 4, 4: 4}) is None, "four of the first are on their way"
+    pool.remove(free)
+    assert pool.level(1000.0, {1: 9}) is None
 
 
 def test_a_worker_that_refuses_because_it_ends_is_avoided_for_longer_than_one_that_is_full() -> None:

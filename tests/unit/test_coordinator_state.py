@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
+from coordinator_world import EOS, PROMPT, World, a_commit, a_machine, a_request, plain_run, started
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.detokenizer import AnswerText, Detokenizer, SpacedDecoder
+from coordinator.draft_side import MAX_TAKEOVER_MS
 from coordinator.events import (
     Admitted,
-    Emit,
+    Cause,
     Ended,
-    Event,
-    Fail,
-    Instruction,
+    Joined,
     Kind,
-    Lost,
-    Placed,
-    Received,
-    Seek,
-    Send,
-    Tick,
-    Unplaced,
 )
 from coordinator.phases import Phase
-from coordinator.requests import Request
 from coordinator.settings import DriverSettings
-from coordinator.state import MAX_TARGET_MOVES, RequestMachine
-from specpipe.answers import AnswerEvent, Chunk, Finished, Started
+from coordinator.state import MAX_TARGET_MOVES
+from specpipe.answers import Chunk, Started
 from specpipe.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -51,152 +41,11 @@ from specpipe.types import (
     Mode,
     NeedTokens,
     Open,
-    Origin,
     RoundStats,
     Rule,
-    SamplingParams,
     SpeculationParams,
-    StopRules,
 )
 from specpipe.worker_stream import Timing
-
-PROMPT = (7, 8, 9)
-EOS = 99
-
-
-def plain_run(num_tokens: int) -> list[int]:
-    return [10 + i for i in range(num_tokens)]
-
-
-def a_request(num_tokens: int = 12, **changes: Any) -> Request:
-    values: dict[str, Any] = {
-        "request_id": "r",
-        "model": "m",
-        "prompt": PROMPT,
-        "sampling": SamplingParams(seed=3),
-        "stops": StopRules(eos_token_ids=(EOS,), max_length=len(PROMPT) + num_tokens),
-        "speculation": SpeculationParams(drafter="model"),
-    }
-    return Request(**values | changes)
-
-
-def a_machine(request: Request | None = None, stops: tuple[str, ...] = (), **settings: Any) -> RequestMachine:
-    answer = AnswerText(Detokenizer(str, SpacedDecoder()), stops)
-    return RequestMachine(request or a_request(), answer, **settings)
-
-
-def a_commit(
-    base: int, tokens: list[int], *, session: int, round_: int = 1, finish: Any = None, **stats: Any
-) -> Commit:
-    origins = (*(Origin.ACCEPTED,) * (len(tokens) - 1), Origin.BONUS)
-    num = len(tokens)
-    sums = RoundStats(num_rounds=1, num_drafted=num, num_verified=num, num_accepted=num - 1, num_judged=num)
-    return Commit(
-        session=session,
-        round=round_,
-        base=base,
-        tokens=tuple(tokens),
-        origins=origins,
-        finish_reason=finish,
-        stats=sums,
-    )
-
-
-@dataclass
-class World:
-    """Carries out what a machine says, and keeps what everybody heard."""
-
-    machine: RequestMachine
-    has: dict[Kind, bool] = field(default_factory=lambda: {Kind.TARGET: True, Kind.DRAFT: True})
-    now_ms: float = 0.0
-    sessions: dict[int, Kind] = field(default_factory=dict)  # open on some worker
-    known: dict[int, list[int]] = field(default_factory=dict)  # tokens that a session's worker was told
-    sent: list[Any] = field(default_factory=list)
-    client: list[AnswerEvent] = field(default_factory=list)
-    error: SpecpipeError | None = None
-    num_sessions: int = 0
-
-    def do(self, event: Event) -> None:
-        for instruction in self.machine.handle(event, self.now_ms):
-            self._carry_out(instruction)
-        self.machine.check()
-
-    def _carry_out(self, instruction: Instruction) -> None:
-        match instruction:
-            case Seek(kind=kind):
-                if not self.has[kind]:
-                    self.do(Unplaced(kind))
-                    return
-                self.num_sessions += 1
-                self.sessions[self.num_sessions] = kind
-                self.do(Placed(kind, 1, self.num_sessions))
-            case Send(message=message):
-                self.sent.append(message)
-                self._deliver(message)
-            case Emit(event=event):
-                assert self.error is None
-                assert not any(isinstance(e, Finished) for e in self.client), "nothing follows Finished"
-                self.client.append(event)
-            case Fail(error=error):
-                assert self.error is None
-                assert not any(isinstance(e, Finished) for e in self.client)
-                self.error = error
-
-    def _deliver(self, message: Any) -> None:
-        assert message.session in self.sessions, f"{message} for a session that is closed or was never opened"
-        match message:
-            case Open(tokens=tokens, session=session):
-                assert session not in self.known, "a session is opened once"
-                self.known[session] = list(tokens)
-            case Close(session=session):
-                del self.sessions[session]
-            case Commit(session=session, base=base, tokens=tokens):
-                held = self.known[session]
-                assert base <= len(held), "a worker must not be left with a hole"
-                assert held[base:] == list(tokens[: len(held) - base])
-                held += tokens[len(held) - base :]
-
-    def session(self, kind: Kind) -> int | None:
-        return next((session for session, of in self.sessions.items() if of is kind), None)
-
-    def hear(self, kind: Kind, message: Any) -> None:
-        self.do(Received(kind, message))
-
-    def lose(self, kind: Kind, stalled_ms: float = 0.0, *, was_draining: bool = False) -> None:
-        session = self.session(kind)
-        if session is not None:
-            del self.sessions[session]
-            self.do(Lost(kind, session, "it died", stalled_ms, was_draining))
-
-    def tick(self, ms: float = 300.0) -> None:
-        self.now_ms += ms
-        self.do(Tick())
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for event in self.client if isinstance(event, Chunk) for token in event.token_ids]
-
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.client if isinstance(event, Chunk))
-
-    @property
-    def finished(self) -> Finished:
-        last = self.client[-1]
-        assert isinstance(last, Finished)
-        return last
-
-    def all(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-
-def started(request: Request | None = None, **options: Any) -> World:
-    has = options.pop("has", None)
-    world = World(a_machine(request, **options))
-    if has is not None:
-        world.has = has
-    world.do(Admitted())
-    return world
 
 
 def test_a_request_opens_on_both_workers_and_streams() -> None:
@@ -595,6 +444,8 @@ def test_late_messages_of_a_lost_session_are_ignored() -> None:
 # Any interleaving
 
 COMMANDS = [
+    *("move", "move", "move silent", "level", "extend next", "extend next", "extend nothing", "need next"),
+    *("lose next", "fail next", "close next", "joined", "long tick"),
     *("step", "step", "step", "again", "hole", "extend", "need draft", "need target", "lose draft", "lose target"),
     *("draft off", "draft on", "fail draft", "close draft", "target off", "target on", "retry target", "tick", "late"),
 ]
@@ -666,6 +517,25 @@ class Play:
                 base = len(world.known[draft])
                 extension = Extension(session=draft, base=base, parents=(0,), tokens=(5,), confidences=(1.0,))
                 world.hear(Kind.DRAFT, extension)
+            case "move" | "level":
+                world.move(Cause.LOAD if command == "level" else Cause.DRAINS)
+            case "move silent":
+                world.move(Cause.SILENT)
+            case "extend next" | "extend nothing" if world.successor is not None:
+                world.extend(world.successor, (5,) if command == "extend next" else ())
+            case "need next" if world.successor is not None:
+                world.hear(Kind.DRAFT, NeedTokens(session=world.successor, have=3))
+            case "lose next" if world.successor is not None:
+                world.lose_session(world.successor)
+            case "fail next" if world.successor is not None:
+                self._fail(Kind.DRAFT, world.successor)
+            case "close next" if (successor := world.successor) is not None:
+                world.hear(Kind.DRAFT, Closed(session=successor, length=3))
+                world.sessions.pop(successor, None)
+            case "joined":
+                world.do(Joined())
+            case "long tick":
+                world.tick(MAX_TAKEOVER_MS)
             case "need draft" if draft is not None:
                 world.hear(Kind.DRAFT, NeedTokens(session=draft, have=3))
             case "need target" if target is not None:

@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from trace_story import PROMPT, Story, a_hit_and_miss_story, a_request
 
-from coordinator.events import Kind
+from coordinator.events import Cause, Kind, Received
 from coordinator.requests import Question
 from coordinator.trace_rounds import MAX_EVENTS, MAX_LINKS
 from specpipe.codec_trace import trace_from_pb, trace_to_pb
@@ -21,7 +21,7 @@ from specpipe.errors import ErrorCode, InvalidRequestError
 from specpipe.reports import MAX_REPORT_RECORDS, Report, SessionEvent, SessionEventKind, StepKind, StepRecord
 from specpipe.spans import Role, Span, SpanKind
 from specpipe.telemetry.codec_otlp import export_request
-from specpipe.types import Commit, Extension, Failed, FinishReason, Origin
+from specpipe.types import Closed, Commit, Extension, Failed, FinishReason, Origin
 
 GOLDEN = Path(__file__).parent / "golden" / "trace.json"
 
@@ -222,6 +222,44 @@ def test_a_lost_draft_worker_is_told_and_the_steps_of_its_successor_are_linked_r
     assert [linked[link].attributes["specpipe.worker"] for link in verify.links] == [f"draft-{new.session}:1"]
     (generate,) = story.named("generate")
     assert [event.name for event in generate.events] == ["draft lost"]
+
+
+def test_drafting_that_moves_is_told_with_who_took_over_and_why() -> None:
+    story = a_hit_and_miss_story()
+    old = story.of(Kind.DRAFT)
+    story.move_draft(Cause.LOAD)
+    story.run(50.0)
+    new = story.of(Kind.DRAFT)
+    again = story.draft(51.0, 4.0, base=10)  # its step 1, as the first one's first
+    story.run(57.0)
+    story.do(Received(Kind.DRAFT, Closed(session=old.session, length=10)))
+    story.trace.session_over(old.session, story.now_ms)
+    story.verify(57.0, 5.0, base=10, num_tokens=2, drafts=(again,))
+    story.run(63.0)
+    finish(story, 12)
+    (generate,) = story.named("generate")
+    (moved,) = generate.events
+    assert moved.name == "draft moved"
+    assert moved.attributes["specpipe.worker"] == f"draft-{new.session}:1"
+    assert moved.attributes["specpipe.reason"] == "it has much more to do than another one"
+    linked = {span.span_id: span for span in story.named("draft")}
+    assert [linked[link].attributes["specpipe.worker"] for link in story.named("verify")[4].links] == [
+        f"draft-{new.session}:1"
+    ]
+    assert len({span.attributes["specpipe.worker"] for span in linked.values()}) == 2
+
+
+def test_a_successor_that_replaces_a_lost_worker_is_told_with_the_loss() -> None:
+    story = a_hit_and_miss_story()
+    old = story.of(Kind.DRAFT)
+    story.move_draft(Cause.DRAINS)
+    story.lose(old)
+    story.run(60.0)
+    finish(story, 10)
+    (generate,) = story.named("generate")
+    assert [(event.name, event.attributes["specpipe.reason"]) for event in generate.events] == [
+        ("draft moved", "it died")
+    ]
 
 
 def test_a_node_of_a_lost_draft_worker_is_linked_to_the_step_of_that_worker() -> None:

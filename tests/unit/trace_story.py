@@ -14,7 +14,21 @@ from random import Random
 from typing import Any
 
 from coordinator.detokenizer import AnswerText, Detokenizer, SpacedDecoder
-from coordinator.events import Admitted, Ended, Event, Kind, Lost, Placed, Received, Seek, Send, Tick, Unplaced
+from coordinator.events import (
+    Admitted,
+    Cause,
+    Ended,
+    Event,
+    Kind,
+    Lost,
+    Moving,
+    Placed,
+    Received,
+    Seek,
+    Send,
+    Tick,
+    Unplaced,
+)
 from coordinator.request_trace import RequestTrace
 from coordinator.requests import Question, Request
 from coordinator.state import RequestMachine
@@ -168,12 +182,20 @@ class Story:
         if not self.has[kind]:
             self.do(Unplaced(kind))
             return
+        session = self._new_session(kind)
+        self.do(Placed(kind, session, session))
+
+    def _new_session(self, kind: Kind) -> int:
         session = 100 + len(self.workers)
         role = Role.TARGET_WORKER if kind is Kind.TARGET else Role.DRAFT_WORKER
         process = Process(role=role, address=f"{kind.value}-{session}:1", host="host", pid=session, incarnation=session)
         self.workers[session] = Worker(self, kind, session, self.now_ms + self.hop_ms(), self.shift_ms)
         self.trace.place(kind, session, process, self.now_ms)
-        self.do(Placed(kind, session, session))
+        return session
+
+    def move_draft(self, cause: Cause) -> None:
+        session = self._new_session(Kind.DRAFT)
+        self.do(Moving(session, session, cause))
 
     def admit(self) -> None:
         self.do(Admitted())
