@@ -49,7 +49,8 @@ class Judge:
 
     def _how(self, outcome: Outcome) -> str:
         if outcome.error is not None:
-            return f"failed as {outcome.error.code.name}"
+            elsewhere = " at both coordinators" if outcome.question.asks_elsewhere else ""
+            return f"failed as {outcome.error.code.name}{elsewhere}"
         return "left" if outcome.has_left else "answered"
 
     def _difference(self, question: Question, tokens: tuple[int, ...]) -> str:
