@@ -5,6 +5,7 @@ Whatever dies, the tokens are what the target alone would say, and the statistic
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -14,12 +15,27 @@ import pytest
 from draft_harness import continuation, open_message
 
 from coordinator.detokenizer import AnswerText, Detokenizer, SpacedDecoder
-from coordinator.events import Admitted, Emit, Event, Fail, Kind, Lost, Placed, Received, Seek, Send, Tick, Unplaced
+from coordinator.events import (
+    Admitted,
+    Cause,
+    Emit,
+    Event,
+    Fail,
+    Kind,
+    Lost,
+    Moving,
+    Placed,
+    Received,
+    Seek,
+    Send,
+    Tick,
+    Unplaced,
+)
 from coordinator.requests import Request
 from coordinator.state import RequestMachine
 from draft_worker.session import DEFAULT_CHAIN_LENGTH
 from draft_worker.worker import DraftLoop
-from specpipe.answers import AnswerEvent, Chunk, Finished
+from specpipe.answers import AnswerEvent, Chunk, Finished, SpeculationStats
 from specpipe.config import DraftWorkerConfig, EngineConfig, TargetWorkerConfig
 from specpipe.model_thread import StepLoop
 from specpipe.testing import TableModel
@@ -78,11 +94,12 @@ class Worker:
 
 @dataclass
 class Service:
-    """A coordinator with one request and at most one worker of each kind at a time."""
+    """A coordinator with one request, at most one worker of each kind, and draft workers that it has left."""
 
     request: Request
     workers: dict[Kind, Worker] = field(default_factory=dict)
     events: list[AnswerEvent] = field(default_factory=list)
+    left: list[Worker] = field(default_factory=list)
     mail: list[tuple[float, int, Kind, SessionMessage]] = field(default_factory=list)  # on its way here
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     now_s: float = 0.0
@@ -110,10 +127,20 @@ class Service:
 
     def kill(self, kind: Kind) -> None:
         self.mail = [entry for entry in self.mail if entry[2] is not kind]
-        del self.workers[kind]
-        placement = self.machine.target if kind is Kind.TARGET else self.machine.draft
-        if placement is not None:
-            self.do(Lost(kind, placement.session, "it was killed"))
+        killed = self.workers.pop(kind)
+        for placement in (self.machine.target, self.machine.draft, self.machine.latest_draft):
+            if placement is not None and placement.worker == killed.number:
+                self.do(Lost(kind, placement.session, "it was killed"))
+
+    def move(self, cause: Cause) -> None:
+        """Another draft worker joins, and drafting goes there."""
+        self.left.append(self.workers[Kind.DRAFT])
+        self.start(Kind.DRAFT)
+        self.do(Moving(self.workers[Kind.DRAFT].number, next(self.numbers), cause))
+
+    @property
+    def all_workers(self) -> list[Worker]:
+        return [*self.workers.values(), *self.left]
 
     def do(self, event: Event) -> None:
         for instruction in self.machine.handle(event, 1000 * self.now_s):
@@ -123,7 +150,7 @@ class Service:
                     placed = None if worker is None else Placed(kind, worker.number, next(self.numbers))
                     self.do(placed or Unplaced(kind))
                 case Send(worker=number, message=message):
-                    for worker in self.workers.values():
+                    for worker in self.all_workers:
                         if worker.number == number:
                             worker.arriving.append((self.now_s + HOP_S, message))
                 case Emit(event=answer):
@@ -132,11 +159,12 @@ class Service:
                     raise error
         self.machine.check()
 
-    def run(self, kills: dict[int, Kind]) -> Finished:
-        """To the end of the answer. `kills`: once so many tokens are there, which worker dies and starts again."""
-        kills = dict(kills)
+    def run(self, faults: dict[int, Kind | Cause]) -> Finished:
+        """To the end of the answer. `faults`: once so many tokens are there, which worker dies and starts again, or
+        why drafting moves."""
+        faults = dict(faults)
         for _ in range(20_000):
-            worker = min(self.workers.values(), key=lambda worker: worker.now_s)
+            worker = min(self.all_workers, key=lambda worker: worker.now_s)
             while self.mail and self.mail[0][0] <= worker.now_s:
                 self.now_s, _, kind, message = heapq.heappop(self.mail)
                 self.do(Received(kind, message))
@@ -144,11 +172,14 @@ class Service:
                 return self.events[-1]
             self.now_s = worker.now_s
             self.do(Tick())
-            due = [num_tokens for num_tokens in kills if num_tokens <= len(self.tokens)]
+            due = [num_tokens for num_tokens in faults if num_tokens <= len(self.tokens)]
             for num_tokens in due:
-                kind = kills.pop(num_tokens)
-                self.kill(kind)
-                self.start(kind)
+                fault = faults.pop(num_tokens)
+                if isinstance(fault, Cause):
+                    self.move(fault)
+                else:
+                    self.kill(fault)
+                    self.start(fault)
             if not due:
                 for message in worker.turn():
                     heapq.heappush(self.mail, (worker.now_s + HOP_S, next(self.numbers), worker.kind, message))
@@ -193,3 +224,43 @@ def test_workers_that_die_change_no_token_and_what_they_drafted_still_counts(
     assert report.wasted_draft_ms < report.draft_ms, "some drafts were accepted"
     if mode is Mode.SYNC:  # each chain is verified but one that is under way when a worker dies
         assert report.wasted_draft_ms <= len(kills) * DEFAULT_CHAIN_LENGTH * 1000 * COST_S[Kind.DRAFT] + 1e-6
+
+
+def num_misses(report: SpeculationStats) -> int:
+    return 0 if report.hit_rate is None else round((1 - report.hit_rate) * (report.rounds - 1))
+
+
+@functools.cache
+def undisturbed(mode: Mode) -> Service:
+    service = Service(a_request(mode, 1.0))
+    service.run({})
+    return service
+
+
+MOVES: list[tuple[dict[int, Kind | Cause], int]] = [  # and how many rounds they cost in sync mode
+    ({20: Cause.DRAINS}, 0),
+    ({20: Cause.LOAD}, 0),
+    ({10: Cause.LEAVES, 20: Cause.LEAVES, 30: Cause.LEAVES, 40: Cause.LEAVES}, 0),
+    ({20: Cause.SILENT}, 1),
+    ({15: Cause.DRAINS, 35: Cause.SILENT}, 1),
+    ({10: Cause.DRAINS, 11: Kind.DRAFT, 30: Kind.TARGET}, 1),
+]
+
+
+@pytest.mark.parametrize(("moves", "num_rounds"), MOVES)
+@pytest.mark.parametrize("mode", [Mode.SYNC, Mode.PIPELINED])
+def test_drafting_that_moves_changes_no_token_and_costs_a_round_at_most_each_time(
+    mode: Mode, moves: dict[int, Kind | Cause], num_rounds: int
+) -> None:
+    still, moved = undisturbed(mode), Service(a_request(mode, 1.0))
+    finished = still.events[-1]
+    assert isinstance(finished, Finished)
+    report = moved.run(moves).speculation
+    opened = open_message(1, PROMPT, temperature=1.0, max_length=len(PROMPT) + LENGTH)
+    assert moved.tokens == still.tokens == continuation(still.target_model, opened, PROMPT, LENGTH)
+    max_rounds = num_rounds if mode is Mode.SYNC else len(moves)
+    assert num_misses(report) <= num_misses(finished.speculation) + max_rounds
+    assert report.wasted_draft_ms < report.draft_ms
+    assert report.accepted_tokens == moved.origins.count(Origin.ACCEPTED) <= report.verified_tokens
+    if Kind.DRAFT not in moves.values():
+        assert not any(worker.loop.heartbeat().num_sessions for worker in moved.left), "whom it left holds nothing"
