@@ -1,10 +1,11 @@
 """Where workers are looked for: addresses as they stand, and names that stand for any number of them.
 
-Owns: how `--target` and `--draft` are read, what a name resolves to, what is new and what is gone. Must not know:
+Owns: how `--target` and `--draft` are read, what a name stands for, what is new and what is gone. Must not know:
 links, sessions, how a worker is dialled.
 
 `HOST:PORT` is one worker for ever. `dns:HOST:PORT` is one at each address of the name, asked for again and again: a
-headless Service of Kubernetes has one for each pod that is ready.
+headless Service of Kubernetes has one for each pod that is ready. `file:PATH` is one for each line of the file, read
+again and again: the Ray launcher writes it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Final, Protocol
 
 from specpipe.server import join_address
 
 logger = logging.getLogger(__name__)
 
 DNS: Final = "dns:"
+FILE: Final = "file:"
+READ_EVERY_S: Final = 0.5  # how often a file is read: that costs nothing
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) -> addresses HOST:PORT. Raises OSError."""
@@ -36,28 +40,85 @@ class Change:
     removed: tuple[str, ...] = ()
 
 
+class Look(Protocol):
+    """One way of finding out what a name stands for."""
+
+    @property
+    def shown(self) -> str:
+        """The name, in the middle of a sentence."""
+        ...
+
+    @property
+    def every_s(self) -> float | None:
+        """How often it is worth it; None: as the settings say."""
+        ...
+
+    async def find(self, resolve: Resolve) -> Sequence[str]:
+        """HOST:PORT of each worker. Raises OSError."""
+        ...
+
+
+class DnsLook:
+    every_s: float | None = None
+
+    def __init__(self, source: str) -> None:
+        host, _, port = source.removeprefix(DNS).rpartition(":")
+        self.host, self.port = host.strip("[]"), int(port)
+
+    @property
+    def shown(self) -> str:
+        return self.host
+
+    async def find(self, resolve: Resolve) -> Sequence[str]:
+        return await resolve(self.host, self.port)
+
+
+class FileLook:
+    every_s: float | None = READ_EVERY_S
+
+    def __init__(self, source: str) -> None:
+        self.path = Path(source.removeprefix(FILE))
+
+    @property
+    def shown(self) -> str:
+        return str(self.path)
+
+    async def find(self, resolve: Resolve) -> Sequence[str]:  # noqa: ARG002 - a file asks nobody
+        try:
+            lines = [line.strip() for line in (await asyncio.to_thread(self.path.read_text)).splitlines()]
+        except UnicodeDecodeError:
+            raise OSError("it is no text") from None
+        if wrong := next((line for line in lines if line and not _is_address(line)), None):
+            raise OSError(f"{wrong!r} is not HOST:PORT")
+        return [line for line in lines if line]
+
+
 class Name:
     """What one name has stood for so far."""
 
     def __init__(self, source: str) -> None:
-        """`source`: dns:HOST:PORT."""
-        host, _, port = source.removeprefix(DNS).rpartition(":")
+        """`source`: dns:HOST:PORT or file:PATH."""
         self.source = source
-        self.host, self.port = host.strip("[]"), int(port)
         self.addresses: tuple[str, ...] = ()
+        self._look: Look = FileLook(source) if source.startswith(FILE) else DnsLook(source)
         self._problem = ""
 
     async def ask(self, resolve: Resolve) -> Change:
         """What has changed. A resolver that fails changes nothing, and is heard of once."""
+        shown = self._look.shown
         try:
-            found = tuple(dict.fromkeys(await resolve(self.host, self.port)))
+            found = tuple(dict.fromkeys(await self._look.find(resolve)))
         except OSError as error:
-            self._note(f"{self.host} is not resolved ({error.strerror or error}): what it stood for before is kept")
+            self._note(f"{shown} is not resolved ({error.strerror or error}): what it stood for before is kept")
             return Change()
-        self._note("" if found else f"{self.host} stands for no address now")
+        self._note("" if found else f"{shown} stands for no address now")
         change = difference(self.addresses, found)
         self.addresses = found
         return change
+
+    def next_ask_s(self, usual_s: float) -> float:
+        """Until it is worth asking again."""
+        return usual_s if self._look.every_s is None else min(usual_s, self._look.every_s)
 
     def _note(self, problem: str) -> None:
         if problem and problem != self._problem:
@@ -73,7 +134,12 @@ def difference(before: Sequence[str], now: Sequence[str]) -> Change:
 
 
 def is_name(source: str) -> bool:
-    return source.startswith(DNS)
+    return source.startswith((DNS, FILE))
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal()
 
 
 async def resolve_name(host: str, port: int) -> list[str]:

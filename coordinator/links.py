@@ -167,7 +167,7 @@ class WorkerLinks:
                     self._forget(kind, address, dials.pop(address))
                 if not answered.done():
                     answered.set_result(None)
-                await asyncio.sleep(self._settings.resolve_every_s)
+                await asyncio.sleep(name.next_ask_s(self._settings.resolve_every_s))
         finally:
             for task in dials.values():
                 task.cancel()

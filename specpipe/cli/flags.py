@@ -164,7 +164,11 @@ def _named_as_flags(group: type[Any]) -> Iterator[None]:
 
 
 def checked_worker(flag: str, source: str) -> str:
-    """Raises ConfigError unless it is HOST:PORT or dns:HOST:PORT."""
+    """Raises ConfigError unless it is HOST:PORT, dns:HOST:PORT or file:PATH."""
+    if source.startswith("file:"):
+        if not source.removeprefix("file:"):
+            raise ConfigError(f"{flag} file: names no file")
+        return source
     checked_address(flag, source.removeprefix("dns:"), form="[dns:]HOST:PORT", given=source)
     return source
 

@@ -47,7 +47,7 @@ class CoordinatorFlags:
     """Flags of `coordinator` alone; see CoordinatorConfig."""
 
     target: Annotated[
-        list[str], option("Target worker; may be repeated. dns: all of a name.", metavar="[dns:]HOST:PORT")
+        list[str], option("Target worker; may be repeated. dns: all of a name.", metavar="[dns:]HOST:PORT|file:PATH")
     ] = field(default_factory=list)
     draft: Annotated[list[str], option("Draft worker; the same goes for it.", metavar="[dns:]HOST:PORT")] = field(
         default_factory=list

@@ -50,6 +50,11 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """Of its stderr."""
+        return tuple(self._last_lines)
+
     @classmethod
     async def start(cls, spec: ProcessSpec, parent_fd: int, *, port: int | None = None) -> Self:
         """Spawn and wait until the process serves. `port` replaces the one in the spec (a restart keeps its address).
@@ -144,7 +149,7 @@ async def _spawn(spec: ProcessSpec, port: int | None, ready_fd: int, parent_fd: 
         stderr=asyncio.subprocess.PIPE,
         pass_fds=(ready_fd, parent_fd),
         start_new_session=True,
-        env=_environment(),
+        env=_environment(spec),
     )
 
 
@@ -153,7 +158,7 @@ def _command(role: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "specpipe", role, *arguments]
 
 
-def _environment() -> dict[str, str]:
+def _environment(spec: ProcessSpec) -> dict[str, str]:
     """Ours, with specpipe importable from where we found it, and no thread pools that were not asked for."""
     root = str(Path(specpipe.__file__).resolve().parents[1])
     path = os.environ.get("PYTHONPATH")
@@ -162,6 +167,7 @@ def _environment() -> dict[str, str]:
         "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **dict(spec.environment),
     }
 
 

@@ -86,6 +86,7 @@ class ProcessSpec:
 
     role: str
     arguments: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()  # variables besides ours
 
 
 def plan_workers(config: ServiceConfig, cores: Sequence[int]) -> list[ProcessSpec]:

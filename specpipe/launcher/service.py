@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.child import KILL_AFTER_S, ChildProcess
@@ -27,9 +27,7 @@ from specpipe.launcher.plan import (
     plan_workers,
     usable_cores,
 )
-
-MAX_RESTART_DELAY_S: Final = 30.0
-STABLE_AFTER_S: Final = 60.0  # a worker that lived this long starts again with the shortest delay
+from specpipe.launcher.restarts import RestartDelays
 
 logger = logging.getLogger(__name__)
 
@@ -133,30 +131,29 @@ class LocalService:
 
     async def _keep_alive(self, index: int) -> None:
         """Start worker `index` again each time it ends: on the same port, so that the coordinator finds it."""
-        delay_s = 1.0
+        delays = RestartDelays()
         while True:
             worker = self._workers[index]
             started = time.monotonic()
             code = await worker.wait()
-            if time.monotonic() - started > STABLE_AFTER_S:
-                delay_s = 1.0
             logger.warning("%s (pid %d) ended with code %d", worker.spec.role, worker.pid, code)
-            delay_s = await self._restart(index, worker, delay_s)
+            await self._restart(index, worker, delays, lived_s=time.monotonic() - started)
 
-    async def _restart(self, index: int, worker: ChildProcess, delay_s: float) -> float:
-        """Try until it serves. Returns the delay before the next try, should it end again."""
+    async def _restart(self, index: int, worker: ChildProcess, delays: RestartDelays, lived_s: float) -> None:
+        """Try until it serves."""
         port = int(worker.address.rpartition(":")[2])
         while True:
+            delay_s = delays.after(lived_s)
             logger.warning("%s starts again in %.0f s", worker.spec.role, delay_s)
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
             try:
                 self._workers[index] = await ChildProcess.start(worker.spec, self._parent_fd, port=port)
             except SpecpipeError as error:
                 logger.warning("%s did not start: %s", worker.spec.role, error)
+                lived_s = 0.0
                 continue
             logger.warning("%s is back at %s", worker.spec.role, worker.address)
-            return delay_s
+            return
 
     async def _watch_coordinator(self, coordinator: ChildProcess) -> None:
         code = await coordinator.wait()

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -79,7 +80,38 @@ async def test_the_systems_resolver_gives_addresses_as_they_are_dialled() -> Non
 def test_what_begins_with_dns_is_a_name() -> None:
     assert is_name("dns:workers:6001")
     assert not is_name("workers:6001")
-    assert Name("dns:[::1]:6001").host == "::1"
+    assert is_name("file:/run/workers")
+
+
+async def test_a_host_in_brackets_is_asked_for_without_them() -> None:
+    resolver = Resolver(["[::1]:6001"])
+    await Name("dns:[::1]:6001").ask(resolver)
+    assert resolver.asked == [("::1", 6001)]
+
+
+async def test_a_file_stands_for_a_worker_in_each_line_and_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    path.write_text("10.0.0.1:6001\n\n10.0.0.2:6001\n")
+    name = Name(f"file:{path}")
+    assert (await name.ask(Resolver())).added == ("10.0.0.1:6001", "10.0.0.2:6001")
+    path.write_text("10.0.0.2:6001\n")
+    assert await name.ask(Resolver()) == Change(removed=("10.0.0.1:6001",))
+    assert name.next_ask_s(5.0) < 5.0, "a file is read more often than a name is resolved"
+
+
+@pytest.mark.parametrize("content", [None, b"no address\n", b"\xff\xfe"])
+async def test_a_file_that_lists_no_workers_takes_none_away(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "workers"
+    path.write_text("10.0.0.1:6001\n")
+    name = Name(f"file:{path}")
+    await name.ask(Resolver())
+    path.unlink() if content is None else path.write_bytes(content)
+    assert [await name.ask(Resolver()) for _ in range(2)] == [Change(), Change()]
+    assert name.addresses == ("10.0.0.1:6001",)
+    assert len(caplog.records) == 1
+    assert "what it stood for before is kept" in caplog.text
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70, "."])

@@ -1,0 +1,191 @@
+"""Being connected to a Ray: a fresh local one, which ends with us, or one that is there.
+
+Owns: how Ray is started (`head`) and dialled, and the file by which `status` and `down` find the local Ray of an `up`.
+Ray is loaded here first: without it, one sentence. Must not know: what is done there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from specpipe.cluster.config import ClusterConfig
+from specpipe.cluster.plan import counts_at_most, plan_group
+from specpipe.cluster.reading import NEEDS_EXTRA
+from specpipe.errors import ConfigError, WorkerUnavailableError
+
+LOOPBACK: Final = "127.0.0.1"
+OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024  # of a local Ray, about the least that it takes; nothing of ours is in it
+DIAL_TIMEOUT_S: Final = 2.0
+END_TIMEOUT_S: Final = 30.0
+AUTH_MODE: Final = "RAY_AUTH_MODE"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRay:
+    """Where a local Ray is, and whether it wants the token that Ray keeps in ~/.ray."""
+
+    address: str  # HOST:PORT of its head
+    auth_mode: str  # "token" or "disabled"
+
+
+def check_ray(command: str) -> None:
+    """Raises ConfigError, with what to install, if there is no Ray here."""
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:  # a folder of that name is no Ray
+        raise ConfigError(NEEDS_EXTRA.format(name="Ray", command=command))
+
+
+@contextlib.contextmanager
+def new_ray(config: ClusterConfig) -> Iterator[None]:
+    """What `up` is connected to inside. A local Ray is begun here and ended here."""
+    if not config.ray.is_local:
+        with _dialled(config, config.ray.address):
+            yield
+        return
+    if _known_local(config) is not None:
+        raise ConfigError(f"{config.name} is up already: `specpipe status` and `specpipe down` know of it")
+    place = _place_of(config.name)
+    with _local_head(config) as local:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(json.dumps(asdict(local)))
+            with _dialled_local(config, local):
+                yield
+        finally:
+            place.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def existing_ray(config: ClusterConfig) -> Iterator[None]:
+    """What `status` and `down` are connected to inside. Raises WorkerUnavailableError if it is not there."""
+    if not config.ray.is_local:
+        with _dialled(config, config.ray.address):
+            yield
+        return
+    local = _known_local(config)
+    if local is None:
+        raise WorkerUnavailableError(f"{config.name} is not up on this machine")
+    with _dialled_local(config, local):
+        yield
+
+
+@contextlib.contextmanager
+def _dialled_local(config: ClusterConfig, local: LocalRay) -> Iterator[None]:
+    os.environ.setdefault(AUTH_MODE, local.auth_mode)  # Ray asks for it when it is loaded
+    with _dialled(config, local.address, _node_ip_address=LOOPBACK):
+        yield
+
+
+@contextlib.contextmanager
+def _dialled(config: ClusterConfig, address: str, **options: Any) -> Iterator[None]:
+    """Raises WorkerUnavailableError in one sentence."""
+    import ray
+
+    try:
+        ray.init(
+            address=address, namespace=config.ray.namespace, log_to_driver=False, logging_level=logging.ERROR, **options
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise WorkerUnavailableError(f"Ray at {address}: {' '.join(str(error).split())}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _local_head(config: ClusterConfig) -> Iterator[LocalRay]:
+    """A Ray on loopback alone. Nothing of it is left after the block."""
+    parent_fd, life_fd = os.pipe()
+    ready_fd, said_fd = os.pipe()
+    with tempfile.TemporaryFile(mode="w+b") as log, os.fdopen(ready_fd) as ready:
+        try:
+            process = _spawn_head(local_options(config), said_fd, parent_fd, log)
+        finally:
+            os.close(said_fd)
+            os.close(parent_fd)
+        try:
+            yield _heard(ready, log)
+        finally:
+            os.close(life_fd)
+            _wait(process)
+
+
+def _spawn_head(options: dict[str, Any], said_fd: int, parent_fd: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Our processes would give way to all others on the machine if Ray had its way: hence the niceness."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "specpipe.cluster.head", str(said_fd), str(parent_fd), json.dumps(options)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(said_fd, parent_fd),
+        start_new_session=True,
+        env={"RAY_worker_niceness": "0", **os.environ},
+    )
+
+
+def _heard(ready: IO[str], log: IO[bytes]) -> LocalRay:
+    words = ready.readline().split()
+    if len(words) != 2:
+        log.seek(0)
+        lines = log.read().decode(errors="replace").splitlines()
+        raise WorkerUnavailableError(f"a local Ray did not start: {lines[-1] if lines else 'it said nothing'}")
+    return LocalRay(address=words[0], auth_mode=words[1])
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("the local Ray did not end in %.0f s: killed", END_TIMEOUT_S)
+        process.kill()
+        process.wait()
+
+
+def local_options(config: ClusterConfig) -> dict[str, Any]:
+    """Of a local Ray. All that is asked for can be placed there, be there as many cores or not."""
+    demand: dict[str, float] = {}
+    for role, count in counts_at_most(config).items():
+        for bundle in plan_group(config, role).bundles if count else ():
+            for name, amount in bundle.items():
+                demand[name] = demand.get(name, 0.0) + count * amount
+    return {
+        "namespace": config.ray.namespace,
+        "include_dashboard": False,
+        "num_cpus": max(os.cpu_count() or 1, math.ceil(demand.pop("CPU", 0.0))),
+        "resources": {name: amount for name, amount in demand.items() if name != "GPU"},
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "_node_ip_address": LOOPBACK,
+    }
+
+
+def _known_local(config: ClusterConfig) -> LocalRay | None:
+    """That an `up` has begun and not ended."""
+    try:
+        local = LocalRay(**json.loads(_place_of(config.name).read_text()))
+        host, _, port = local.address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=DIAL_TIMEOUT_S).close()
+    except (OSError, ValueError, TypeError):
+        return None
+    return local
+
+
+def _place_of(name: str) -> Path:
+    """The file of a local service."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "specpipe" / "clusters" / f"{name}.json"

@@ -1,0 +1,146 @@
+"""One actor's work: it holds a bundle, and the first of a group starts, watches and ends the group's process there.
+
+Owns: what only the node knows (address, folders, GPUs), the files that list workers to a coordinator, exit reasons.
+Must not know: Ray, the other groups, when to start again.
+A process ends with its keeper: see `specpipe.launcher.child`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from specpipe import demo
+from specpipe.cluster.plan import DEMO_DRAFT, DEMO_TARGET, HOST, WORKERS
+from specpipe.errors import SpecpipeError, WorkerUnavailableError
+from specpipe.launcher.child import ERROR_PREFIX, KILL_AFTER_S, ChildProcess
+from specpipe.launcher.plan import ProcessSpec
+
+EVERY_INTERFACE: Final = ("0.0.0.0", "[::]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A process that serves."""
+
+    address: str  # HOST:PORT
+    http: str = ""  # HOST:PORT of its pages; empty: none
+    metrics: str = ""  # HOST:PORT of its /metrics; empty: none
+    pid: int
+    companions: tuple[int, ...] = ()  # pids of its ranks after the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A process that does not serve any more."""
+
+    reason: str
+    lines: tuple[str, ...] = ()  # the last of its stderr
+
+
+class Keeper:
+    """Holds a bundle on a node; at most one process at a time. All calls may be repeated."""
+
+    def __init__(self, host: str) -> None:
+        """`host`: at which the node is reached."""
+        self._host = host
+        self._child: ChildProcess | None = None
+        self._starting = asyncio.Lock()
+        self._parent_fd, self._life_fd = os.pipe()  # the child holds the first; the second closes when we are gone
+        self._folder = tempfile.TemporaryDirectory(prefix="specpipe-", ignore_cleanup_errors=True)
+
+    async def start(self, spec: ProcessSpec, port: int | None = None) -> Started:
+        """Start the process unless it runs. Returns once it serves; raises as `ChildProcess.start`."""
+        async with self._starting:
+            if self._child is None:
+                self._child = await ChildProcess.start(self._here(spec), self._parent_fd, port=port)
+            return self._started(self._child)
+
+    async def wait(self) -> Ended:
+        """Returns when the process has ended."""
+        child = self._child
+        if child is None:
+            return Ended(reason="it was not running")
+        code = await child.wait()
+        if self._child is child:
+            self._child = None
+        return Ended(reason=exit_reason(code, child.last_lines), lines=child.last_lines)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the process in order, in `grace_s` seconds and a few at most."""
+        if self._child is not None:
+            await self._child.terminate(grace_s + KILL_AFTER_S)
+        self._folder.cleanup()
+
+    def lines(self) -> tuple[str, ...]:
+        """The last that the running process has logged."""
+        return self._child.last_lines if self._child else ()
+
+    def list_workers(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        """Write the files that a coordinator reads: name of the file -> workers, HOST:PORT.
+
+        Raises WorkerUnavailableError if they cannot be written.
+        """
+        try:
+            for name, listed in addresses.items():
+                partial = Path(self._folder.name, f".{name}")
+                partial.write_text("".join(f"{address}\n" for address in listed))
+                partial.replace(Path(self._folder.name, name))  # a reader sees the whole file, old or new
+        except OSError as error:
+            raise WorkerUnavailableError(f"{error.filename}: {error.strerror}") from None
+
+    def _here(self, spec: ProcessSpec) -> ProcessSpec:
+        """With the words in braces replaced."""
+        known = {
+            HOST: self._host,
+            WORKERS: self._folder.name,
+            DEMO_TARGET: str(demo.target_folder()),
+            DEMO_DRAFT: str(demo.draft_folder()),
+        }
+        return replace(spec, arguments=tuple(_replaced(argument, known) for argument in spec.arguments))
+
+    def _started(self, child: ChildProcess) -> Started:
+        return Started(
+            address=self._reached(child.address),
+            http=self._reached(child.http),
+            metrics=self._reached(child.metrics),
+            pid=child.pid,
+            companions=child.companions,
+        )
+
+    def _reached(self, address: str) -> str:
+        """Where others reach what listens on every interface."""
+        host, _, port = address.rpartition(":")
+        return f"{self._host}:{port}" if host in EVERY_INTERFACE else address
+
+
+def exit_reason(code: int, lines: Sequence[str] = ()) -> str:
+    """Why a process ended, as a clause for people: its own sentence where it said one."""
+    said = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
+    if said and code > 0:
+        return said[-1]
+    if code >= 0:
+        return f"it ended with code {code}"
+    try:
+        return f"it was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"it was ended by signal {-code}"
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _replaced(text: str, known: Mapping[str, str]) -> str:
+    for word, value in known.items():
+        text = text.replace(word, value)
+    return text
+
+
+__all__ = ["Ended", "Keeper", "SpecpipeError", "Started", "exit_reason", "one_line"]

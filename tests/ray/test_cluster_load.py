@@ -1,0 +1,68 @@
+"""What metrics say about the last while: specpipe.cluster.load."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpipe.cluster.load import Counts, Page, load_between, read_page
+
+COORDINATOR = """
+# HELP specpipe_rounds_total rounds
+# TYPE specpipe_rounds_total counter
+specpipe_rounds_total{mode="pipelined",outcome="hit"} 60.0
+specpipe_rounds_total{mode="sync",outcome="hit"} 10.0
+specpipe_rounds_total{mode="pipelined",outcome="lookup"} 10.0
+specpipe_rounds_total{mode="pipelined",outcome="miss"} 20.0
+specpipe_rounds_total{mode="pipelined",outcome="uncounted"} 50.0
+# TYPE specpipe_exposed_draft_time_seconds_total counter
+specpipe_exposed_draft_time_seconds_total 0.5
+# TYPE specpipe_draft_time_seconds_total counter
+specpipe_draft_time_seconds_total 2.0
+# TYPE specpipe_queue_duration_seconds histogram
+specpipe_queue_duration_seconds_bucket{le="+Inf"} 4.0
+specpipe_queue_duration_seconds_sum 2.0
+specpipe_queue_duration_seconds_count 4.0
+# TYPE specpipe_committed_tokens_total counter
+specpipe_committed_tokens_total{mode="pipelined",origin="accepted"} 30.0
+specpipe_committed_tokens_total{mode="pipelined",origin="bonus"} 10.0
+# TYPE specpipe_requests_queued gauge
+specpipe_requests_queued 3.0
+# TYPE specpipe_requests_undrafted gauge
+specpipe_requests_undrafted 1.0
+"""
+DRAFT_WORKER = """
+# TYPE specpipe_step_duration_seconds histogram
+specpipe_step_duration_seconds_bucket{kind="draft",le="+Inf"} 9.0
+specpipe_step_duration_seconds_sum{kind="draft"} 7.0
+specpipe_step_duration_seconds_count{kind="draft"} 9.0
+"""
+TARGET_WORKER = DRAFT_WORKER.replace("draft", "target")
+
+
+def test_a_page_is_read_as_docs_define_its_metrics() -> None:
+    page = read_page(COORDINATOR)
+    assert page.counts == Counts(exposed_draft_s=0.5, draft_s=2.0, hits=70, rounds=100, queue_s=2.0, turns=4, tokens=40)
+    assert (page.num_queued, page.num_undrafted) == (3, 1)
+    assert read_page(DRAFT_WORKER).counts == Counts(draft_step_s=7.0)
+    assert read_page(TARGET_WORKER).counts == Counts()
+
+
+def test_a_load_is_what_all_processes_did_between_two_looks() -> None:
+    before = {"c:1": Page(counts=Counts()), "d:1": Page(counts=Counts(draft_step_s=3.0))}
+    now = {"c:1": read_page(COORDINATOR), "d:1": read_page(DRAFT_WORKER)}
+    load = load_between(before, now, passed_s=4.0, num_drafts=2)
+    assert (load.exposed_share, load.hit_rate, load.queue_s) == (0.25, 0.7, 0.5)
+    assert (load.draft_busy_share, load.tokens_per_s) == (0.5, 10.0)
+    assert (load.num_queued, load.num_undrafted) == (3, 1)
+
+
+def test_what_is_seen_first_counts_from_then_on() -> None:
+    load = load_between({}, {"c:1": read_page(COORDINATOR)}, passed_s=4.0, num_drafts=0)
+    assert (load.tokens_per_s, load.hit_rate, load.queue_s) == (0.0, None, None)
+    assert load.num_queued == 3, "what is now is known at once"
+
+
+@pytest.mark.parametrize("tokens", [0.0, 5.0])
+def test_a_process_that_began_again_counts_from_zero(tokens: float) -> None:
+    before, now = Page(counts=Counts(tokens=1000.0)), Page(counts=Counts(tokens=tokens))
+    assert load_between({"c:1": before}, {"c:1": now}, passed_s=5.0, num_drafts=1).tokens_per_s == tokens / 5
