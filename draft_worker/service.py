@@ -34,7 +34,7 @@ async def serve(config: DraftWorkerConfig) -> int:
         # Imported on the model thread, once the process has set its thread counts: torch reads them when it is loaded.
         from specpipe.engine.loader import load_model, log_progress
 
-        model = load_model(config.engine, on_progress=log_progress)
+        model = load_model(config.engine, on_progress=log_progress, is_hint=True)
         costs = StepCosts(config.engine.max_batch_tokens)
         measure(model, costs, max_rows=config.engine.max_batch_tokens, max_s=MAX_MEASURING_S, clock=time.perf_counter)
         logger.info("a step takes %.1f ms with 1 row, %.1f ms with 12", costs.estimate(1), costs.estimate(12))

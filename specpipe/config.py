@@ -96,12 +96,15 @@ class TelemetryConfig:
         check_port_number("metrics_port", self.metrics_port)
 
 
+ROUNDED = "int8"  # the dtype of a draft whose weights are rounded to 8 bits
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """A model and the room it gets."""
 
     model: str  # local folder or hub name
-    dtype: str = "auto"  # auto | float32 | bfloat16
+    dtype: str = "auto"  # auto | float32 | bfloat16 | int8 (drafts only)
     device: str = "cpu"  # cpu | cuda
     max_context: int | None = None  # positions; None: the model's own limit (at most 4096 slots a session by default)
     num_slots: int | None = None  # KV slots; None: by memory
@@ -112,7 +115,7 @@ class EngineConfig:
     core: int | None = None  # CPU core to pin the process to; None: not pinned
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
+        if self.dtype not in ("auto", "float32", "bfloat16", ROUNDED):
             raise ConfigError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
@@ -146,6 +149,8 @@ class TargetWorkerConfig:
 
     def __post_init__(self) -> None:
         check_counts(self, "tensor_parallel_size", "max_nodes")
+        if self.engine.dtype == ROUNDED:
+            raise ConfigError(f"dtype {ROUNDED} is for draft workers: a target with rounded weights says other things")
         for name in ("max_shared_slowdown", "max_prefill_slowdown"):
             if not 1 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number of at least 1, got {getattr(self, name)}")

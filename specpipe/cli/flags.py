@@ -23,6 +23,7 @@ from specpipe.telemetry.logs import LogLevel
 from specpipe.types import Mode, Rule
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+DraftDtype = Literal["auto", "float32", "bfloat16", "int8"]
 
 
 def option(help_text: str, *names: str, metavar: str = "TEXT") -> Any:
@@ -68,6 +69,9 @@ class ServiceFlags:
     draft_workers: Annotated[int | None, option("Draft workers.  [1]")] = None
     target_workers: Annotated[int | None, option("Target workers.  [1]")] = None
     dtype: Annotated[Dtype | None, option("Of the weights in memory; auto: the folder's.  [auto]")] = None
+    draft_dtype: Annotated[
+        DraftDtype | None, option("The same of the draft; auto: int8 where that is quicker.  [as --dtype]")
+    ] = None
     device: Annotated[str | None, option("Where the model runs.  [cpu]", metavar="cpu|cuda")] = None
     no_pin: Annotated[bool, option("Do not pin workers to cores.", "--no-pin")] = False
 
@@ -81,7 +85,9 @@ class ServiceFlags:
 class EngineFlags:
     """A model and the room it gets; see EngineConfig."""
 
-    dtype: Annotated[Dtype, option("Of the weights in memory; auto: the folder's.  [auto]")] = "auto"
+    dtype: Annotated[
+        DraftDtype, option("Of the weights in memory; auto: the folder's, of a draft int8 where quicker.  [auto]")
+    ] = "auto"
     device: Annotated[str, option("Where the model runs.  [cpu]", metavar="cpu|cuda")] = "cpu"
     max_context: Annotated[int | None, option("Positions of a sequence at most.  [the model's limit]")] = None
     num_slots: Annotated[int | None, option("Tokens the KV cache holds.  [by memory]")] = None

@@ -156,6 +156,7 @@ def service_config(
         rule=speculation.rule or Rule.COUPLED,
         num_speculative_tokens=speculation.num_speculative_tokens,
         dtype=flags.dtype or "auto",
+        draft_dtype=flags.draft_dtype,
         device=flags.device or "cpu",
         is_pinned=not flags.no_pin,
         log_level=log_level,

@@ -89,6 +89,7 @@ def service_config(
         rule=speculation.rule or Rule.COUPLED,
         num_speculative_tokens=speculation.num_speculative_tokens,
         dtype=service.dtype or "auto",
+        draft_dtype=service.draft_dtype,
         device=service.device or "cpu",
         host=own.host,
         port=own.port,

@@ -83,7 +83,9 @@ class _Layer:
 class FastDecoder:
     """Runs `model` (a transformers model of FAMILIES), whose own forward no longer works afterwards."""
 
-    def __init__(self, model: Any, windows: Sequence[int | None]) -> None:
+    def __init__(self, model: Any, windows: Sequence[int | None], *, is_rounded: bool = False) -> None:
+        """`is_rounded`: weights are rounded to 8 bits where they can be."""
+        self._is_rounded = is_rounded
         body = model.model
         attention = body.layers[0].self_attn
         weight = attention.q_proj.weight
@@ -93,7 +95,7 @@ class FastDecoder:
         self.num_kv_heads: int = attention.k_proj.out_features // self.head_dim
         self.eps: float = body.norm.variance_epsilon
         self.embedding: Tensor = body.embed_tokens.weight
-        self.head = Linear(model.lm_head.weight, combine=combine_of(model.lm_head))
+        self.head = Linear(model.lm_head.weight, combine=combine_of(model.lm_head), is_rounded=is_rounded)
         self.layers = [self._take_layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
         self.norm = self._take_norm(body.norm)
         self.rotation = _Rotation(body.rotary_emb, self.head_dim, self.dtype, weight.device)
@@ -130,15 +132,18 @@ class FastDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         return _Layer(
             input_norm=self._take_norm(layer.input_layernorm),
-            qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+            qkv=self._fuse(attention.q_proj, attention.k_proj, attention.v_proj),
             head_norm=self._take_head_norm(attention),
-            out=fuse(attention.o_proj),
+            out=self._fuse(attention.o_proj),
             mlp_norm=self._take_norm(layer.post_attention_layernorm),
-            gate_up=fuse(mlp.gate_proj, mlp.up_proj),
-            down=fuse(mlp.down_proj),
+            gate_up=self._fuse(mlp.gate_proj, mlp.up_proj),
+            down=self._fuse(mlp.down_proj),
             scaling=attention.scaling,
             window=window,
         )
+
+    def _fuse(self, *modules: Any) -> Linear:
+        return fuse(*modules, is_rounded=self._is_rounded)
 
     def _take_norm(self, norm: Any) -> _Norm:
         return _Norm(norm.weight, self.eps, self.dtype)

@@ -17,9 +17,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from specpipe.config import EngineConfig
+from specpipe.config import ROUNDED, EngineConfig
 from specpipe.engine import families, rope, self_check
 from specpipe.engine.folder import ModelFolder, check_folder
+from specpipe.engine.linear import can_round
 from specpipe.engine.prepared import PreparedModel
 from specpipe.engine.runner import ModelRunner
 from specpipe.errors import ConfigError, UnsupportedModelError
@@ -46,8 +47,8 @@ class Ranks(Protocol):
         ...
 
 
-def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -> ModelRunner:
-    """Load a model and give it room.
+def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None, is_hint: bool = False) -> ModelRunner:
+    """Load a model and give it room. `is_hint`: nothing that it computes is final, so its weights may be rounded.
 
     The context limit is the model's own, or `config.max_context` if that is less, or what the slots can hold. Without
     `config.num_slots` there are slots for min(max_sessions, 16) contexts of at most 4096 tokens, and for one full
@@ -62,9 +63,19 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None) -
     report(0.1, f"loading {folder.name}")
     model = load_weights(folder, config.dtype).to(device)
     report(0.8, "preparing")
-    runner = create_runner(model, folder, config)
+    runner = create_runner(model, folder, config, is_rounded=is_rounded(model, config.dtype, is_hint=is_hint))
     report(1.0, f"{folder.name} is ready")
     return runner
+
+
+def is_rounded(model: PreTrainedModel, dtype: str, *, is_hint: bool) -> bool:
+    """Whether weights are rounded to 8 bits: where that is asked for, and those of a hint by default if they came with
+    no more than 16. Raises ConfigError where they are to be and cannot."""
+    weight, name = next(model.parameters()), type(model).__name__
+    can = can_round(weight) and name in families.PROVEN
+    if dtype == ROUNDED and not can:
+        raise ConfigError(f"dtype {ROUNDED} needs an x86 CPU with AVX2 and a proven family (this is {name}): use auto")
+    return can and (dtype == ROUNDED or (is_hint and dtype == "auto" and weight.dtype is torch.bfloat16))
 
 
 def log_progress(fraction: float, text: str) -> None:
@@ -101,16 +112,21 @@ def read_config(folder: ModelFolder) -> PreTrainedConfig:
 
 
 def create_runner(
-    loaded: PreTrainedModel, folder: ModelFolder, config: EngineConfig, *, group: Ranks | None = None
+    loaded: PreTrainedModel,
+    folder: ModelFolder,
+    config: EngineConfig,
+    *,
+    group: Ranks | None = None,
+    is_rounded: bool = False,
 ) -> ModelRunner:
     """A runner for a loaded model: context limit, rotary frequencies, admission, slots.
 
     `group`: the ranks that this call is made on at the same time, if `loaded` is one rank's part.
     """
     max_context = min(folder.max_positions or DEFAULT_CONTEXT, config.max_context or 2**31)
-    fingerprint = folder.fingerprint(str(loaded.dtype).removeprefix("torch."))
+    fingerprint = folder.fingerprint(ROUNDED if is_rounded else str(loaded.dtype).removeprefix("torch."))
     rope.fix_frequencies(loaded, max_context)
-    model = PreparedModel(loaded)
+    model = PreparedModel(loaded, is_rounded=is_rounded)
     if model.name not in families.PROVEN:
         self_check.check_model(model, max_context)
     num_sharing = group.size if group and config.device == "cpu" else 1  # ranks with one memory
@@ -154,8 +170,9 @@ def _check_room(num_slots: int, bytes_per_slot: int, total_bytes: int) -> None:
 
 
 def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
-    """`auto` is the dtype in the model's config; float32 if it names none, or float16, which float32 holds exactly."""
-    if name != "auto":
+    """`auto` is the dtype in the model's config; float32 if it names none, or float16, which float32 holds exactly.
+    Weights that will be rounded are loaded as that says."""
+    if name not in ("auto", ROUNDED):
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     stored = getattr(config, "dtype", None)
     if isinstance(stored, str):

@@ -24,12 +24,15 @@ _CHECKED_ROWS = 4
 # Of the largest logit. Two right computations differ so much in bfloat16: transformers' own against float32 by 0.066
 # on Qwen2.5-Coder-1.5B, where packed weights differ by 0.000015. A wrong one differs by about 1.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+_ROUNDED_TOLERANCE = 0.5  # with weights of 8 bits; what these cost in right guesses, calibration sees
 
 
 class PreparedModel:
-    """`model` is changed in place and given away: no gradients, specpipe's attention, packed weights."""
+    """`model` is changed in place and given away: no gradients, specpipe's attention, packed weights.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `is_rounded`: weights are rounded to 8 bits where they can be; what is computed is then a hint."""
+
+    def __init__(self, model: PreTrainedModel, *, is_rounded: bool = False) -> None:
         attention.register()
         model.eval().requires_grad_(False)
         model.set_attn_implementation(attention.ATTENTION)
@@ -43,7 +46,7 @@ class PreparedModel:
         self.layers: list[LayerShape] = [probe.shapes[layer] for layer in range(len(probe.shapes))]
         self.windows: list[int | None] = [probe.windows[layer] for layer in range(len(probe.shapes))]
         self.dtype: torch.dtype = probe.dtype  # of keys and values
-        self._speed_up()
+        self._speed_up(is_rounded=is_rounded)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -60,19 +63,19 @@ class PreparedModel:
             raise InvariantError(f"{plan.num_layers_seen} of {len(self.layers)} layers used specpipe's attention")
         return logits if self._keeps_logits else logits.index_select(0, plan.wanted)
 
-    def _speed_up(self) -> None:
+    def _speed_up(self, *, is_rounded: bool) -> None:
         """Pack weights and leave transformers' modules where there is a faster way. Raises if logits then differ."""
         weights_dtype = next(self.model.parameters()).dtype
         before = self._sample_logits()
         if FastDecoder.can_run(self.model):
-            self._fast = FastDecoder(self.model, self.windows)
+            self._fast = FastDecoder(self.model, self.windows, is_rounded=is_rounded)
             self.dtype = self._fast.dtype
         else:
-            pack_model(self.model)
+            pack_model(self.model, is_rounded=is_rounded)
             self.dtype = self._probe().dtype
         after = self._sample_logits()
         error = float((after - before).abs().max() / before.abs().max().clamp(min=1e-6))
-        if not error <= _TOLERANCE.get(weights_dtype, 0.25):
+        if not error <= (_ROUNDED_TOLERANCE if is_rounded else _TOLERANCE.get(weights_dtype, 0.25)):
             raise UnsupportedModelError(f"{self.name}: logits with packed weights differ by {error:.1e} of the largest")
 
     def _sample_logits(self) -> torch.Tensor:

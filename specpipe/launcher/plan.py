@@ -37,6 +37,7 @@ class ServiceConfig:
     rule: Rule = Rule.COUPLED  # default of requests
     num_speculative_tokens: int | None = None
     dtype: str = "auto"
+    draft_dtype: str | None = None  # of the draft model, if not the same
     device: str = "cpu"
     host: str = "127.0.0.1"  # where the coordinator listens; workers always listen on loopback
     port: int = 0  # 0: a free one
@@ -99,12 +100,12 @@ def plan_workers(config: ServiceConfig, cores: Sequence[int]) -> list[ProcessSpe
     for _ in range(config.target_workers):
         taken, free = free[: config.tensor_parallel_size], free[config.tensor_parallel_size :]
         size = ("--tensor-parallel-size", str(config.tensor_parallel_size))
-        arguments = _engine_arguments(config, config.target) + size + _core_arguments(taken)
+        arguments = _engine_arguments(config, config.target, config.dtype) + size + _core_arguments(taken)
         arguments += _telemetry_arguments(config.telemetry, 1 + len(specs))
         specs.append(ProcessSpec(role=TARGET_WORKER, arguments=arguments))
     for _ in range(config.num_draft_workers):
         taken, free = free[:1], free[1:]
-        arguments = _engine_arguments(config, config.draft) + _core_arguments(taken)
+        arguments = _engine_arguments(config, config.draft, config.draft_dtype or config.dtype) + _core_arguments(taken)
         arguments += _telemetry_arguments(config.telemetry, 1 + len(specs))
         specs.append(ProcessSpec(role=DRAFT_WORKER, arguments=arguments))
     return specs
@@ -148,10 +149,10 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def _engine_arguments(config: ServiceConfig, model: str) -> tuple[str, ...]:
+def _engine_arguments(config: ServiceConfig, model: str, dtype: str) -> tuple[str, ...]:
     flags = _flags(
         model=model,
-        dtype=config.dtype,
+        dtype=dtype,
         device=config.device,
         max_context=config.max_context,
         num_slots=config.num_slots,
