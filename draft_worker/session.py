@@ -53,7 +53,7 @@ class DraftSession:
         calibrator: Calibrator,
     ) -> None:
         """Raises InvalidRequestError when the sampling parameters are refused."""
-        self.id = opened.session
+        self.id, self.label = opened.session, opened.label
         self.key = key
         self.link = link
         self.adapter = opened.adapter

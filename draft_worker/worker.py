@@ -173,7 +173,7 @@ class DraftLoop:
         except DuplicateRequestError as error:  # the session that is there goes on: no Closed
             self._send(link, _failure(opened.session, error))
         except SpecpipeError as error:
-            logger.info("session %d is refused: %s", opened.session, error)
+            logger.info("%s is refused: %s", opened.label, error)
             self._send(link, _failure(opened.session, error))
             self._send(link, Closed(session=opened.session, length=len(opened.tokens)))
             self._remember_failure((link, opened.session))
@@ -248,7 +248,7 @@ class DraftLoop:
         if session.is_finished or session.is_parked:
             return
         if had_slots:
-            logger.debug("drafting of session %d ends at %d tokens: %s", session.id, session.base, session.stop_reason)
+            logger.debug("drafting of %s ends at %d tokens: %s", session.label, session.base, session.stop_reason)
         if session.recorder is not None:
             session.recorder.end_drafting(self._clock(), base=session.base)
 
@@ -260,7 +260,7 @@ class DraftLoop:
         is_retryable: bool | None = None,
         is_poisoned: bool = False,
     ) -> None:
-        logger.warning("session %d fails: %s", session.id, error)
+        logger.warning("%s fails: %s", session.label, error)
         self._remove(session, is_poisoned=is_poisoned)
         self._report(session)
         self._send(session.link, _failure(session.id, error, is_retryable))
@@ -289,7 +289,7 @@ class DraftLoop:
             holder = newest_holder(sessions)
             if holder is None or not is_starved(sessions, num_free_slots=self._room.num_free):
                 return []
-            logger.info("session %d gives its %d KV slots to older ones", holder.id, len(holder.slots))
+            logger.info("%s gives its %d KV slots to older ones", holder.label, len(holder.slots))
             self._room.give_back(holder)
             holder.is_parked = True
             self._observer.preempted()

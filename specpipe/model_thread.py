@@ -228,7 +228,8 @@ class ModelThread:
         except InvariantError:
             raise
         except SpecpipeError as error:
-            logger.info("session %d: %s refused: %s", message.session, type(message).__name__, error)
+            told = message.label if isinstance(message, Open) else f"session {message.session}"
+            logger.info("%s: %s refused: %s", told, type(message).__name__, error)
             if isinstance(message, Extension | Close | Closed | Report):
                 return
             self.send(

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 from specpipe.errors import ErrorCode
 from specpipe.reports import Report
 
+MAX_LABEL_CHARS = 256
+"""Of a request's id in a line of a log: all that a coordinator lets through."""
+
 
 class Mode(enum.Enum):
     """How a request is speculated for (design 4.3)."""
@@ -99,6 +102,12 @@ class Open:
     vocab_size: int = 0  # of the target: no id from here on is ever drafted; 0: unknown
     wants_reports: bool = False  # the worker tells by Reports what it does for this session
     arrived_s: float | None = field(default=None, compare=False)  # when it reached this process; never on the wire
+
+    @property
+    def label(self) -> str:
+        """The session as logs name it. The request's id is some client's word: one line, and no longer than needed."""
+        request = ascii(self.request_id[:MAX_LABEL_CHARS])
+        return f"session {self.session} of request {request}" if self.request_id else f"session {self.session}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -355,12 +355,12 @@ class TargetLoop:
             self._speech.later(session)
 
     def _note_preempted(self, session: Session) -> None:
-        logger.info("session %d gives its KV slots to older ones", session.session)
+        logger.info("%s gives its KV slots to older ones", session.opened.label)
         self._observer.preempted()
         self._note(session, SessionEventKind.PREEMPTED)
 
     def _fail(self, session: Session, error: SpecpipeError, *, is_poisoned: bool = False) -> None:
-        logger.info("session %d failed: %s", session.session, error)
+        logger.info("%s failed: %s", session.opened.label, error)
         self._forget(session, is_poisoned=is_poisoned)
         self._speech.last(session, _failed(session.session, error))
 
