@@ -91,15 +91,18 @@ def _dealt(rng: random.Random, deck: Sequence[Any]) -> Iterator[Any]:
 
 
 def _draw(rng: random.Random, number: int, kind: Kind, sort: tuple[str, ...], phase: Phase) -> Fault:
-    lasts_s = 0.0
-    if kind not in (Kind.KILL, Kind.TERM, Kind.CUT):
-        lasts_s = rng.choice((rng.uniform(0.2, 0.8 * LOST_AFTER_S), rng.uniform(1.2, 1.8) * LOST_AFTER_S))
     return Fault(
         number=number,
         kind=kind,
         victim=rng.choice(sort),
         phase=phase,
         delay_s=rng.uniform(0.0, 0.15),
-        lasts_s=lasts_s,
+        lasts_s=_lasts_s(rng, kind),
         ways=rng.choice(WAYS) if kind is Kind.HOLD else (),
     )
+
+
+def _lasts_s(rng: random.Random, kind: Kind) -> float:
+    if kind in (Kind.FREEZE, Kind.HOLD):
+        return rng.choice((rng.uniform(0.04, 0.8), rng.uniform(1.2, 1.8))) * LOST_AFTER_S
+    return 0.0 if kind in (Kind.KILL, Kind.TERM, Kind.CUT) else rng.uniform(2.0, 8.0)

@@ -24,9 +24,9 @@ from specpipe.types import Mode
 
 PROMPTS = ("def tokens(line):", "A fast draft", "for index", "中文", "x")
 SAMPLINGS = (Sampling(), Sampling(), Sampling(temperature=0.8, seed=31), Sampling(temperature=0.9, top_k=20, seed=7))
-LENGTHS = (24, 80, 160)
+LENGTHS = (24, 48, 112)
 WORDS = ("def", "tokens", "line", "return", "part", "fast", "draft", "model", "guesses", "value", "print", "index")
-NUM_WORDS = 260  # of a long prompt: some 900 tokens, seven steps or more
+NUM_WORDS = 200  # of a long prompt: some 700 tokens, six steps or so
 GIVE_UP_S = 600.0  # a request that is not over then is lost
 
 
