@@ -52,6 +52,7 @@ class ModelsConfig:
     target: str = DEMO  # folder, hub name, or demo
     draft: str = ""  # the same, or ngram, or none; empty: demo for a demo target, else ngram
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights in memory
+    draft_dtype: Literal["auto", "float32", "bfloat16", "int8"] | None = None  # of the draft model; null: the same
     max_context: int | None = None  # positions of a sequence
     num_slots: int | None = None  # tokens that each KV cache holds
     max_batch_tokens: int | None = None  # rows of one step

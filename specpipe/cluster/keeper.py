@@ -53,7 +53,7 @@ class Keeper:
         self._child: ChildProcess | None = None
         self._starting = asyncio.Lock()
         self._parent_fd, self._life_fd = os.pipe()  # the child holds the first; the second closes when we are gone
-        self._folder = tempfile.TemporaryDirectory(prefix="specpipe-", ignore_cleanup_errors=True)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the lists of workers
 
     async def start(self, spec: ProcessSpec, port: int | None = None) -> Started:
         """Start the process unless it runs. Returns once it serves; raises as `ChildProcess.start`."""
@@ -76,7 +76,8 @@ class Keeper:
         """End the process in order, in `grace_s` seconds and a few at most."""
         if self._child is not None:
             await self._child.terminate(grace_s + KILL_AFTER_S)
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def lines(self) -> tuple[str, ...]:
         """The last that the running process has logged."""
@@ -88,21 +89,25 @@ class Keeper:
         Raises WorkerUnavailableError if they cannot be written.
         """
         try:
+            folder = Path(self._lists())
             for name, listed in addresses.items():
-                partial = Path(self._folder.name, f".{name}")
+                partial = folder / f".{name}"
                 partial.write_text("".join(f"{address}\n" for address in listed))
-                partial.replace(Path(self._folder.name, name))  # a reader sees the whole file, old or new
+                partial.replace(folder / name)  # a reader sees the whole file, old or new
         except OSError as error:
             raise WorkerUnavailableError(f"{error.filename}: {error.strerror}") from None
 
+    def _lists(self) -> str:
+        """The folder of the lists of workers: coordinators alone have one."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="specpipe-", ignore_cleanup_errors=True)
+        return self._folder.name
+
     def _here(self, spec: ProcessSpec) -> ProcessSpec:
         """With the words in braces replaced."""
-        known = {
-            HOST: self._host,
-            WORKERS: self._folder.name,
-            DEMO_TARGET: str(demo.target_folder()),
-            DEMO_DRAFT: str(demo.draft_folder()),
-        }
+        known = {HOST: self._host, DEMO_TARGET: str(demo.target_folder()), DEMO_DRAFT: str(demo.draft_folder())}
+        if any(WORKERS in argument for argument in spec.arguments):
+            known[WORKERS] = self._lists()
         return replace(spec, arguments=tuple(_replaced(argument, known) for argument in spec.arguments))
 
     def _started(self, child: ChildProcess) -> Started:

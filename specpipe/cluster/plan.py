@@ -121,6 +121,7 @@ def _service(config: ClusterConfig, device: str) -> ServiceConfig:
         rule=config.requests.rule,
         num_speculative_tokens=config.requests.num_speculative_tokens,
         dtype=models.dtype,
+        draft_dtype=models.draft_dtype,
         device=device,
         max_context=models.max_context,
         num_slots=models.num_slots,

@@ -60,7 +60,7 @@ class ClusterService:
     async def start(self) -> None:
         """Returns once everything serves. Raises what the first process to fail has said; `stop` is still due.
 
-        Groups that are there already (their controller was lost) go on as they are.
+        Groups that are there already (their controller was lost) go on as they are, and then no failure ends the start.
         """
         wanted = [f"{role}-{number}" for role, count in counts_at_start(self.config).items() for number in range(count)]
         found = [name for name in await self._backend.names() if _role_of(name) in ROLES]
@@ -71,7 +71,7 @@ class ClusterService:
         if not found:  # else coordinators run already
             await self._first_of([name for name in names if _role_of(name) != COORDINATOR])
         self._has_workers.set()
-        await self._first_of(names)
+        await self._first_of(names, is_forgiving=bool(found))
         self._spawn(self._scaler.run(), "autoscale")
 
     def count(self, role: str) -> int:
@@ -125,15 +125,18 @@ class ClusterService:
             self._tasks[name] = asyncio.create_task(self._keep(replica), name=name)
 
     async def _keep(self, replica: Replica) -> None:
-        try:
-            await replica.run()
-        except Exception as error:  # ours: nothing else would say so
-            logger.exception("%s is not kept alive any more", replica.name)
-            if not replica.first.done():
-                replica.first.set_exception(error)
+        while True:
+            try:
+                await replica.run()
+            except Exception as error:  # a fault of ours or of the engine: it must not end the care for the others
+                logger.exception("%s: an unexpected error", replica.name)
+                if not replica.first.done():
+                    replica.first.set_exception(error)
+            await asyncio.sleep(self.config.restarts.max_delay_s)
 
-    async def _first_of(self, names: Sequence[str]) -> None:
-        await asyncio.gather(*(self._replicas[name].first for name in names))
+    async def _first_of(self, names: Sequence[str], *, is_forgiving: bool = False) -> None:
+        firsts = [self._replicas[name].first for name in names]
+        await asyncio.gather(*firsts, return_exceptions=is_forgiving)
 
     async def _leave(self, name: str, grace_s: float) -> None:
         self._leaving.add(name)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from specpipe.cluster.backend import Group, GroupLostError
 from specpipe.cluster.keeper import Ended, Started
 from specpipe.cluster.plan import GroupPlan
-from specpipe.errors import SpecpipeError
 
 
 class MemoryGroup:
@@ -69,7 +68,7 @@ class MemoryEngine:
 
     def __init__(self) -> None:
         self.groups: dict[str, MemoryGroup] = {}
-        self.refusals: dict[str, list[SpecpipeError]] = {}  # by group: what its next starts raise
+        self.refusals: dict[str, list[Exception]] = {}  # by group: what its next starts raise
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.cannot_stop = False

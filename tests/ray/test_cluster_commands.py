@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from running import environment
 
+import specpipe
 from specpipe.cli.app import run
 from specpipe.cli.cluster_output import status_lines
 from specpipe.cluster.keeper import Keeper, Started, exit_reason
@@ -52,6 +54,12 @@ def test_without_ray_the_other_commands_work(tmp_path: Path) -> None:
     said = without_ray("demo-models", cwd=tmp_path)
     assert said.returncode == 0
     assert len(said.stdout.splitlines()) == 2
+
+
+def test_only_what_is_begun_after_a_look_for_ray_imports_it() -> None:
+    root = Path(specpipe.__file__).parent
+    naming = {path.stem for path in root.rglob("*.py") if re.search(r"^\s*(import|from) ray\b", path.read_text(), re.M)}
+    assert naming == {"connection", "head", "on_ray", "serving"}
 
 
 def test_ray_is_not_loaded_by_the_command_line() -> None:
@@ -165,7 +173,7 @@ async def test_a_keeper_writes_lists_of_workers_whole() -> None:
     keeper = Keeper("127.0.0.1")
     keeper.list_workers({"target": ["10.0.0.1:1", "10.0.0.2:1"], "draft": []})
     keeper.list_workers({"target": ["10.0.0.2:1"], "draft": []})
-    folder = keeper._folder.name
+    folder = keeper._lists()
     assert lists_in(folder) == {"target": "10.0.0.2:1\n", "draft": ""}
     await keeper.stop(0.0)
     assert lists_in(folder) == {}

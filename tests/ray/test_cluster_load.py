@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from specpipe.cluster.load import Counts, Page, load_between, read_page
+from specpipe.cluster.load import COUNTERS, QUEUED, ROUNDS, STEPS, UNDRAFTED, Counts, Page, load_between, read_page
 
 COORDINATOR = """
 # HELP specpipe_rounds_total rounds
@@ -45,6 +47,12 @@ def test_a_page_is_read_as_docs_define_its_metrics() -> None:
     assert (page.num_queued, page.num_undrafted) == (3, 1)
     assert read_page(DRAFT_WORKER).counts == Counts(draft_step_s=7.0)
     assert read_page(TARGET_WORKER).counts == Counts()
+
+
+@pytest.mark.parametrize("name", [*COUNTERS, ROUNDS, STEPS, QUEUED, UNDRAFTED])
+def test_metrics_that_are_read_are_defined(name: str) -> None:
+    defined = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert f"`{name.removesuffix('_sum').removesuffix('_count')}`" in defined
 
 
 def test_a_load_is_what_all_processes_did_between_two_looks() -> None:

@@ -35,6 +35,13 @@ def test_draft_workers_may_share_a_gpu() -> None:
     assert flag(plan, "--device") == "cuda"
 
 
+def test_a_draft_may_have_a_dtype_of_its_own() -> None:
+    models = {"dtype": "bfloat16", "draft_dtype": "int8"}
+    assert flag(plan_group(config(models=models), DRAFT_WORKER), "--dtype") == "int8"
+    assert flag(plan_group(config(models=models), TARGET_WORKER), "--dtype") == "bfloat16"
+    assert flag(plan_group(config(models={"dtype": "float32"}), DRAFT_WORKER), "--dtype") == "float32"
+
+
 def test_cpus_of_a_rank_are_its_compute_threads() -> None:
     plan = plan_group(config(target_workers={"cpus": 8}), TARGET_WORKER)
     assert (flag(plan, "--num-threads"), flag(plan, "--device")) == ("8", "cpu")

@@ -116,6 +116,17 @@ async def test_what_does_not_start_again_is_tried_again_and_again() -> None:
         assert reasons == ["it was ended by SIGSEGV", "failure 0", "failure 1", "failure 2"]
 
 
+async def test_an_error_that_nobody_expects_ends_neither_the_worker_nor_the_care_for_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = MemoryEngine()
+    async with started(engine) as service:
+        engine.refusals["draft-worker-0"] = [RuntimeError("no idea")]
+        engine.groups["draft-worker-0"].end("it was ended by SIGKILL")
+        await wait_until(lambda: "no idea" in caplog.text)
+        await wait_until(lambda: service.status.is_ready)
+
+
 async def test_workers_come_and_go_by_number_and_the_last_ones_leave_in_order() -> None:
     engine = MemoryEngine()
     async with started(engine, grace_s=7) as service:

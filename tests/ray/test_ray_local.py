@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,13 @@ from running import READY_TIMEOUT_S, descendants, end_process_tree, environment,
 
 COMMAND_TIMEOUT_S: Final = 2 * READY_TIMEOUT_S
 TOOLS: Final = ("unshare", "nsenter", "ip")
+NUM_TOKENS: Final = 24
+READ_PAGES: Final = """
+import asyncio, dataclasses, json, sys
+from specpipe.cluster.load import fetch_pages
+pages = asyncio.run(fetch_pages(sys.argv[1:]))
+print(json.dumps([dataclasses.asdict(pages[address]) for address in sys.argv[1:]]))
+"""
 PROMPT: Final = "def read_lines(path):"
 
 pytestmark = [
@@ -45,10 +53,13 @@ class LocalCluster:
     ready: dict[str, Any]  # as it was said by `up --json`
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A specpipe command in the namespace of the cluster."""
-        inside = ["nsenter", f"--net=/proc/{self.up.pid}/ns/net", "--"]
+        """A specpipe command beside it."""
+        return self.inside(specpipe(*arguments))
+
+    def inside(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """A command in the network namespace of the cluster."""
         return subprocess.run(
-            inside + specpipe(*arguments),
+            ["nsenter", f"--net=/proc/{self.up.pid}/ns/net", "--", *command],
             capture_output=True,
             text=True,
             timeout=COMMAND_TIMEOUT_S,
@@ -78,12 +89,31 @@ class LocalCluster:
                 return status
             assert time.monotonic() < deadline, status
 
+    def pages(self) -> list[dict[str, Any]]:
+        """What the autoscaler reads of each process, in the order of the ready line."""
+        addresses = [replica["metrics"] for replica in self.ready["replicas"]]
+        said = self.inside([sys.executable, "-c", READ_PAGES, *addresses])
+        assert said.returncode == 0, said.stderr
+        pages: list[dict[str, Any]] = json.loads(said.stdout)
+        return pages
+
     def answer(self, *flags: str) -> list[int]:
         said = self.run(
-            "generate", "--connect", self.address, "--max-tokens", "24", "--temperature", "0", "--json", *flags, PROMPT
+            "generate",
+            "--connect",
+            self.address,
+            "--max-tokens",
+            str(NUM_TOKENS),
+            "--temperature",
+            "0",
+            "--ignore-eos",
+            "--json",
+            *flags,
+            PROMPT,
         )
         assert said.returncode == 0, said.stderr
         token_ids: list[int] = json.loads(said.stdout)["token_ids"]
+        assert len(token_ids) == NUM_TOKENS
         return token_ids
 
 
@@ -98,7 +128,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[LocalCluster]:
     file = folder / "cluster.yaml"
-    file.write_text("name: test\ngrace_s: 2\n")
+    file.write_text("name: test\ngrace_s: 2\ntarget_workers: {tensor_parallel_size: 2}\n")
     env = {name: value for name, value in environment().items() if not name.startswith("RAY_")}
     env |= {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     inside = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
@@ -119,22 +149,27 @@ def cluster(folder: Path) -> Iterator[LocalCluster]:
 def test_up_ends_in_a_service_that_answers_as_plain_decoding_does(cluster: LocalCluster, folder: Path) -> None:
     assert [replica["state"] for replica in cluster.ready["replicas"]] == ["ready"] * 3
     assert cluster.answer() == cluster.answer("--mode", "off")
+    target, draft, coordinator = cluster.pages()
+    assert coordinator["counts"]["tokens"] >= 2 * NUM_TOKENS
+    assert draft["counts"]["draft_step_s"] > 0 == target["counts"]["draft_step_s"]
     assert (folder / ".ray" / "auth_token").is_file(), "Ray asks for a token"
     assert all(replica["address"].startswith("127.0.0.1:") for replica in cluster.ready["replicas"])
 
 
-def test_a_worker_that_is_killed_and_one_whose_actor_is_killed_are_back_with_their_reasons(
+def test_a_rank_and_an_actor_that_are_killed_take_their_group_with_them_and_it_is_back_with_the_reason(
     cluster: LocalCluster,
 ) -> None:
     expected = cluster.answer()
     target, draft = (cluster.replica(name) for name in ("target-worker-0", "draft-worker-0"))
-    os.kill(target["pid"], signal.SIGKILL)
+    (rank,) = target["ranks"]
+    os.kill(rank, signal.SIGKILL)
     keeper = psutil.Process(draft["pid"]).parent()
     assert keeper is not None
     keeper.kill()
     status = cluster.wait_for(lambda now: all(r["restarts"] for r in now["replicas"] if r["role"] != "coordinator"))
     replicas = {replica["name"]: replica for replica in status["replicas"]}
-    assert replicas["target-worker-0"]["ends"][0]["reason"] == "it was ended by SIGKILL"
+    assert "rank 1" in replicas["target-worker-0"]["ends"][0]["reason"]
+    assert not {target["pid"], rank} & {replicas["target-worker-0"]["pid"], *replicas["target-worker-0"]["ranks"]}
     assert replicas["draft-worker-0"]["ends"], replicas
     assert not psutil.pid_exists(draft["pid"]), "a process ends with its actor"
     assert cluster.answer() == expected
