@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from specpipe.cluster.autoscale import DraftBounds, TargetBounds
 from specpipe.cluster.config import ClusterConfig
 from specpipe.cluster.reading import fill_cluster, read_cluster
 from specpipe.errors import ConfigError
@@ -37,6 +41,18 @@ def test_an_empty_file_is_the_demo_pair_on_a_local_ray(tmp_path: Path) -> None:
     assert config == ClusterConfig()
     assert config.ray.is_local
     assert config.models.has_draft_model
+
+
+def test_the_documentation_shows_the_defaults() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "ray.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    shown = fill_cluster(yaml.safe_load(text), "ray.md")
+    assert replace(shown, models=replace(shown.models, draft="")) == ClusterConfig()
+    assert shown.models.drafter == ClusterConfig().models.drafter
+    scaled = fill_cluster(
+        yaml.safe_load(re.sub(r"^  # (\w+_workers: )", r"  \1", text, flags=re.M)), "ray.md"
+    ).autoscale
+    assert (scaled.draft_workers, scaled.target_workers) == (DraftBounds(), TargetBounds())
+    assert set(yaml.safe_load(text)) == {field.name for field in fields(ClusterConfig)}
 
 
 def test_every_section_is_read(tmp_path: Path) -> None:
