@@ -10,6 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from faults import Phase
@@ -17,7 +18,7 @@ from oracle import Sampling
 from running import READY_TIMEOUT_S
 from waiting import wait_until
 
-from specpipe.answers import Chunk, Finished, Started
+from specpipe.answers import AnswerEvent, Chunk, Finished, Started
 from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import SpecpipeError
 from specpipe.types import Mode
@@ -175,14 +176,19 @@ async def ask(outcome: Outcome, addresses: Sequence[str]) -> None:
     others = [address for address in addresses if address != first]
     async with GenerateClient([first, *others] if question.asks_elsewhere else [first]) as client:
         try:
-            async for event in client.generate(question.request, timeout_s=GIVE_UP_S):
-                outcome.answer.add(event)
-                outcome.num_starts += isinstance(event, Started)
-                outcome.num_ends += isinstance(event, Finished)
-                if isinstance(event, Chunk):
-                    outcome.arrivals_s.append(time.monotonic())
-                if question.leaves_after is not None and len(outcome.answer.token_ids) >= question.leaves_after:
-                    outcome.has_left = True
-                    return
+            async with aclosing(client.generate(question.request, timeout_s=GIVE_UP_S)) as events:
+                async for event in events:
+                    _note(outcome, event)
+                    if question.leaves_after is not None and len(outcome.answer.token_ids) >= question.leaves_after:
+                        outcome.has_left = True
+                        return
         except SpecpipeError as error:
             outcome.error = error
+
+
+def _note(outcome: Outcome, event: AnswerEvent) -> None:
+    outcome.answer.add(event)
+    outcome.num_starts += isinstance(event, Started)
+    outcome.num_ends += isinstance(event, Finished)
+    if isinstance(event, Chunk):
+        outcome.arrivals_s.append(time.monotonic())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,11 @@ class Usage:
 
 
 def usages(fleet: Fleet) -> dict[str, Usage]:
-    """By name of the member, its ranks after it."""
+    """By name of the member, its ranks after it.
+
+    Our own garbage goes first: a call of ours in a cycle of references would keep a connection to a coordinator.
+    """
+    gc.collect()
     return {
         f"{member.name} {index}": Usage.of(process.pid)
         for member in fleet.members.values()
