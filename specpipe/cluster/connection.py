@@ -30,6 +30,7 @@ LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024  # of a local Ray, about the least that it takes; nothing of ours is in it
 DIAL_TIMEOUT_S: Final = 2.0
 END_TIMEOUT_S: Final = 30.0
+NUM_TRIES: Final = 3  # of a local Ray to start
 AUTH_MODE: Final = "RAY_AUTH_MODE"
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,15 @@ class LocalRay:
 
     address: str  # HOST:PORT of its head
     auth_mode: str  # "token" or "disabled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The process of a local Ray's head (`specpipe.cluster.head`), which ends when `life_fd` is closed."""
+
+    process: subprocess.Popen[bytes]
+    life_fd: int
+    local: LocalRay
 
 
 def check_ray(command: str) -> None:
@@ -111,19 +121,39 @@ def _dialled(config: ClusterConfig, address: str, **options: Any) -> Iterator[No
 @contextlib.contextmanager
 def _local_head(config: ClusterConfig) -> Iterator[LocalRay]:
     """A Ray on loopback alone. Nothing of it is left after the block."""
+    head = _start_head(local_options(config))
+    try:
+        yield head.local
+    finally:
+        _end(head.process, head.life_fd)
+
+
+def _start_head(options: dict[str, Any]) -> Head:
+    """Raises WorkerUnavailableError. Ray gives its own processes 30 s, which a busy machine may not: it is retried."""
+    for num_left in reversed(range(NUM_TRIES)):
+        try:
+            return _try_head(options)
+        except WorkerUnavailableError as error:
+            if not num_left:
+                raise
+            logger.warning("%s; it is tried again", error)
+    raise AssertionError("unreachable")
+
+
+def _try_head(options: dict[str, Any]) -> Head:
     parent_fd, life_fd = os.pipe()
     ready_fd, said_fd = os.pipe()
     with tempfile.TemporaryFile(mode="w+b") as log, os.fdopen(ready_fd) as ready:
         try:
-            process = _spawn_head(local_options(config), said_fd, parent_fd, log)
+            process = _spawn_head(options, said_fd, parent_fd, log)
         finally:
             os.close(said_fd)
             os.close(parent_fd)
         try:
-            yield _heard(ready, log)
-        finally:
-            os.close(life_fd)
-            _wait(process)
+            return Head(process=process, life_fd=life_fd, local=_heard(ready, log))
+        except BaseException:
+            _end(process, life_fd)
+            raise
 
 
 def _spawn_head(options: dict[str, Any], said_fd: int, parent_fd: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -148,7 +178,8 @@ def _heard(ready: IO[str], log: IO[bytes]) -> LocalRay:
     return LocalRay(address=words[0], auth_mode=words[1])
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], life_fd: int) -> None:
+    os.close(life_fd)
     try:
         process.wait(END_TIMEOUT_S)
     except subprocess.TimeoutExpired:
