@@ -37,6 +37,7 @@ async def test_a_worker_that_says_it_drains_gets_nothing_more_however_long_it_st
     async with cluster(targets, drafts) as service:
         expected = await plain(service)
         leaving, staying = targets if kind is Kind.TARGET else drafts
+        await wait_until(lambda: leaving.num_sessions + staying.num_sessions == 0)  # of the plain answer
         for worker in targets:
             worker.gate.clear()
         first = Reading(service, ask(mode=Mode.SYNC))

@@ -68,6 +68,24 @@ def test_a_weight_that_is_not_finite_is_not_rounded() -> None:
 
 
 @needs_products
+def test_a_weight_whose_rounded_products_are_wrong_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random(8, 16)
+    round_packed = linear._round_packed
+    monkeypatch.setattr(linear, "_round_packed", lambda weight: round_packed(weight.flip(0)))
+    assert Linear(weight, is_rounded=True).rounded is None
+
+
+@needs_products
+def test_one_huge_activation_keeps_no_model_from_being_rounded() -> None:
+    model = create_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[3] *= 1e4
+    driver = Driver(ModelRunner(PreparedModel(model, is_rounded=True), create_info(), num_slots=64), seed=3)
+    driver.step(driver.rows(driver.open(21)))
+    assert torch.tensor(driver.seen[-1].logits).isfinite().all()
+
+
+@needs_products
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "opt", "phi3"])
 def test_a_rounded_model_says_nearly_the_same(family: str) -> None:
     exact, near = (
