@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from specpipe.server import join_address
+from specpipe.ports import join_address
 
 logger = logging.getLogger(__name__)
 

@@ -42,16 +42,7 @@ from specpipe.recording import StepRun
 from specpipe.reports import SessionEventKind
 from specpipe.step_costs import StepCosts
 from specpipe.telemetry.observer import NULL_OBSERVER, StepObserver, WorkerLoad
-from specpipe.types import (
-    Close,
-    Closed,
-    Commit,
-    Failed,
-    Heartbeat,
-    NeedTokens,
-    Open,
-    SessionMessage,
-)
+from specpipe.types import Close, Closed, Commit, Failed, Heartbeat, NeedTokens, Open, SessionMessage
 
 Send = Callable[[int, SessionMessage], None]
 Logits = npt.NDArray[np.float32]

@@ -6,11 +6,9 @@ between errors and statuses. Must not know: what a service does.
 
 from __future__ import annotations
 
-import errno
 import functools
 import inspect
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from specpipe.causes import cause_of
 from specpipe.config import ServerConfig, TlsConfig
 from specpipe.errors import ERROR_BY_CODE, CapacityError, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.ports import check_port, join_address
 from specpipe.rpc_metrics import MeasuringInterceptor, RpcMetrics
 from specpipe.tls import NO_TLS, channel_credentials, server_credentials
 from specpipe.transport_errors import CODES, sentence_of
@@ -188,24 +187,6 @@ def _take_port(grpc_server: grpc.aio.Server, host: str, port: int, tls: TlsConfi
         return grpc_server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {join_address(host, port)}: {error}") from None
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError, in a clear sentence, if nobody could listen there: gRPC says only that it failed."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-            trial.listen(1)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is already in use") from None
-        raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror or error}") from None
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # Errors and statuses

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from coordinator.web.connection import BoundedProtocol
 from specpipe.errors import ConfigError
-from specpipe.server import check_port, join_address
+from specpipe.ports import check_port, join_address
 
 STOP_GRACE_S: Final = 1  # for last events to reach readers, after every stream has ended
 BACKLOG: Final = 64

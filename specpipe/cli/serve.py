@@ -31,7 +31,7 @@ from specpipe.config import check_port_number
 from specpipe.errors import ConfigError
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.launcher.plan import NONE, metrics_ports
-from specpipe.server import check_port
+from specpipe.ports import check_port
 from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 

@@ -30,7 +30,7 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, GCCollector, MetricsHandler, PlatformCollector, ProcessCollector
 
 from specpipe.errors import ConfigError
-from specpipe.server import join_address
+from specpipe.ports import join_address
 from specpipe.telemetry.instruments import Description, Histogram, Instruments, Labels, Observed
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,29 @@
+"""Ports that somebody wants to listen on, and how an address is written.
+
+Owns: whether a port can be had, in words for people. Must not know: gRPC, HTTP.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from specpipe.errors import ConfigError
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError, in a clear sentence, if nobody could listen there: gRPC says only that it failed."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+            trial.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is already in use") from None
+        raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror or error}") from None
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
