@@ -14,11 +14,12 @@ QUICK := -m "not slow and not gpu and not models"
 # Tests that start no service run two at a time; a file's tests share what they start.
 TOGETHER := -n 2 --dist loadfile
 STARTS_NO_SERVICE := tests/unit tests/contract tests/distribution
+CHAOS_AT_LENGTH := tests/chaos/test_chaos_at_length.py
 
 # One compute thread a process unless the caller says otherwise: services pin themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup format lint types unit test test-slow test-oldest proto demo picture bench clean
+.PHONY: help setup format lint types unit test test-slow test-chaos test-oldest proto demo picture bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -51,7 +52,10 @@ test: lint types  ## everything that must pass before a change lands
 	$(MAKE) --no-print-directory test-oldest
 
 test-slow: setup  ## the long tests: about an hour
-	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "slow and not gpu"
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "slow and not gpu" --ignore=$(CHAOS_AT_LENGTH)
+
+test-chaos: setup  ## 300 faults over 2,000 requests, faults between network namespaces, an hour's soak: about two hours
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) -m "slow and not gpu" $(CHAOS_AT_LENGTH)
 
 # An environment of its own for the oldest versions we support. What is not pinned there comes from .venv by a .pth file.
 test-oldest: $(OLDEST)/.complete  ## the version-sensitive tests on the oldest supported dependencies

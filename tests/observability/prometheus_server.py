@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ class Prometheus:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as refusal:
             raise AssertionError(f"{parameters}: {refusal.read().decode()}") from refusal
+
+    def has_read(self, num_targets: int, *, since_s: float) -> bool:
+        """Whether each of so many targets was read by a scrape that began after that moment (of `time.time()`)."""
+        return len(self.query(f"timestamp(up == 1) > {since_s}")) == num_targets
+
+    def has_evaluated(self, *, since_s: float) -> bool:
+        """Whether each group of rules was evaluated after that moment."""
+        groups = self.get("rules")["groups"]
+        return all(datetime.fromisoformat(group["lastEvaluation"]).timestamp() > since_s for group in groups)
 
     def is_ready(self) -> bool:
         """It listens before it can answer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,17 @@ QUIET_WHEN_WELL = {
 
 @pytest.fixture(scope="module")
 def prometheus(observed: Observed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Two scrapes with answers in between have been made, and the rules were evaluated on them."""
+    """Every process was read before and after answers, and every rule was evaluated on what was read."""
     program("prometheus", "prometheus")
     with running_prometheus(tmp_path_factory.mktemp("prometheus"), jobs_of(observed)) as server:
         server.wait_for("first scrape", lambda: len(server.query("up == 1")) == 3)
         observed.ask(8)
-        server.wait_for("rounds", lambda: bool(server.query("sum(rate(specpipe_rounds_total[1m])) > 0")))
-        server.wait_for("rules", lambda: bool(server.query("specpipe:tokens_per_round:rate5m > 0")))
+        answered_s = time.time()
+        server.wait_for("scrape of all that was answered", lambda: server.has_read(3, since_s=answered_s))
+        # A rule may build on another, which is evaluated after it.
+        for _ in range(2):
+            read_s = time.time()
+            server.wait_for("evaluation of all rules", functools.partial(server.has_evaluated, since_s=read_s))
         yield server
 
 
