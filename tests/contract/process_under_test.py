@@ -1,5 +1,6 @@
 """A worker process without a model, started by test_process.py: `process_under_test.py WORK [key=value...]`."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -12,6 +13,14 @@ from specpipe.config import ServerConfig
 from specpipe.errors import ConfigError, UnsupportedModelError
 from specpipe.process import run_process
 from specpipe.worker_service import serve_worker
+
+
+class CountingStepLoop(FakeStepLoop):
+    """Fails with the numbers of objects that a look for unused cycles spares, and that it looks at."""
+
+    def run_once(self):
+        if self.sessions:
+            raise ValueError(f"spared {gc.get_freeze_count()}, looked at {len(gc.get_objects())}")
 
 
 class BrokenStepLoop(FakeStepLoop):
@@ -35,7 +44,7 @@ def create(work, send):
         sys.stdout.write("loading\n")
         sys.stdout.flush()
         time.sleep(60)
-    loops = {"broken": BrokenStepLoop, "stuck": StuckStepLoop}
+    loops = {"broken": BrokenStepLoop, "stuck": StuckStepLoop, "count": CountingStepLoop}
     return HELLO, loops.get(work, FakeStepLoop)(send)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -191,6 +192,16 @@ async def test_an_error_in_a_step_is_logged_once_and_exits_1():
         assert code == 1
         assert text.count("ValueError: a bug in a step") == 1
         assert text.count("Traceback") == 1
+
+
+async def test_what_was_loaded_is_not_looked_through_for_unused_cycles():
+    with child("count") as worker:
+        async with WorkerLink.connect(worker.address, "target", 9) as link, Reader(link) as reader:
+            link.send(an_open(1))
+            await until(lambda: reader.error)
+        _, text = await asyncio.to_thread(worker.ended)
+    spared, looked_at = map(int, re.search(r"spared (\d+), looked at (\d+)", text).groups())
+    assert spared > 5 * looked_at
 
 
 async def test_a_step_that_never_ends_does_not_keep_the_process():
