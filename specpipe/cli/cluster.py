@@ -22,7 +22,7 @@ from specpipe.cli.flags import ServiceFlags, option, takes_flags
 from specpipe.cli.models import resolve_models
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.cluster.config import DEMO, ClusterConfig
-from specpipe.cluster.connection import check_ray, existing_ray, new_ray
+from specpipe.cluster.connection import check_ray, existing_ray, new_ray, wait_local_end
 from specpipe.cluster.reading import read_cluster
 from specpipe.cluster.service import ClusterStatus
 from specpipe.errors import ConfigError, WorkerUnavailableError
@@ -87,7 +87,10 @@ def down(file: ClusterFile) -> int:
     config = read_cluster(file, "down")
     check_ray("down")
     with existing_ray(config):
-        return run_with_signals(lambda _: _down(config), terminated=EXIT_TERMINATED)
+        code = run_with_signals(lambda _: _down(config), terminated=EXIT_TERMINATED)
+    if code == EXIT_OK:
+        wait_local_end(config, END_PATIENCE_S)
+    return code
 
 
 def check_models(config: ClusterConfig) -> None:

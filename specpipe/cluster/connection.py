@@ -1,7 +1,7 @@
 """Being connected to a Ray: a fresh local one, which ends with us, or one that is there.
 
-Owns: how Ray is started (`head`) and dialled, and the file by which `status` and `down` find the local Ray of an `up`.
-Ray is loaded here first: without it, one sentence. Must not know: what is done there.
+Owns: how Ray is started (`head`) and dialled. Ray is loaded here first: without it, one sentence.
+Must not know: what is done there; where a local Ray is written down (`local_place`).
 """
 
 from __future__ import annotations
@@ -12,36 +12,26 @@ import json
 import logging
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import IO, Any, Final
 
 from specpipe.cluster.config import ClusterConfig
+from specpipe.cluster.local_place import LocalPlace, LocalRay, tell
 from specpipe.cluster.plan import counts_at_most, plan_group
 from specpipe.cluster.reading import NEEDS_EXTRA
 from specpipe.errors import ConfigError, WorkerUnavailableError
 
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024  # of a local Ray, about the least that it takes; nothing of ours is in it
-DIAL_TIMEOUT_S: Final = 2.0
 END_TIMEOUT_S: Final = 30.0
 NUM_TRIES: Final = 3  # of a local Ray to start
 AUTH_MODE: Final = "RAY_AUTH_MODE"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRay:
-    """Where a local Ray is, and whether it wants the token that Ray keeps in ~/.ray."""
-
-    address: str  # HOST:PORT of its head
-    auth_mode: str  # "token" or "disabled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +57,12 @@ def new_ray(config: ClusterConfig) -> Iterator[None]:
         with _dialled(config, config.ray.address):
             yield
         return
-    if _known_local(config) is not None:
-        raise ConfigError(f"{config.name} is up already: `specpipe status` and `specpipe down` know of it")
-    place = _place_of(config.name)
-    with _local_head(config) as local:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(json.dumps(asdict(local)))
+    with LocalPlace(config.name).held() as place:
+        logger.info("a Ray is begun on this machine")
+        with _local_head(config) as local:
+            tell(place, local)
             with _dialled_local(config, local):
                 yield
-        finally:
-            place.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -87,11 +72,14 @@ def existing_ray(config: ClusterConfig) -> Iterator[None]:
         with _dialled(config, config.ray.address):
             yield
         return
-    local = _known_local(config)
-    if local is None:
-        raise WorkerUnavailableError(f"{config.name} is not up on this machine")
-    with _dialled_local(config, local):
+    with _dialled_local(config, LocalPlace(config.name).find()):
         yield
+
+
+def wait_local_end(config: ClusterConfig, patience_s: float) -> None:
+    """After a service was taken down: until the `up` of its local Ray has ended too, if it has one."""
+    if config.ray.is_local and not LocalPlace(config.name).wait_free(patience_s):
+        raise WorkerUnavailableError(f"the `specpipe up` of {config.name} has not ended after {patience_s:.0f} s")
 
 
 @contextlib.contextmanager
@@ -203,20 +191,3 @@ def local_options(config: ClusterConfig) -> dict[str, Any]:
         "object_store_memory": OBJECT_STORE_BYTES,
         "_node_ip_address": LOOPBACK,
     }
-
-
-def _known_local(config: ClusterConfig) -> LocalRay | None:
-    """That an `up` has begun and not ended."""
-    try:
-        local = LocalRay(**json.loads(_place_of(config.name).read_text()))
-        host, _, port = local.address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=DIAL_TIMEOUT_S).close()
-    except (OSError, ValueError, TypeError):
-        return None
-    return local
-
-
-def _place_of(name: str) -> Path:
-    """The file of a local service."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "specpipe" / "clusters" / f"{name}.json"

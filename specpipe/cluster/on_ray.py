@@ -33,6 +33,7 @@ CONTROLLER: Final = "controller"
 GONE_PATIENCE_S: Final = 20.0  # until Ray has forgotten the name of what was killed
 POLL_S: Final = 0.1
 RESTART_POLL_S: Final = 1.0
+_IS_UP: Final = "{name} is up already: `specpipe status` and `specpipe down` know of it"
 
 logger = logging.getLogger(__name__)
 
@@ -170,8 +171,11 @@ class Controller:
         self._stopped = asyncio.Event()
 
     async def wait_ready(self) -> ClusterStatus:
-        """Raises what the first process to fail has said."""
-        await asyncio.shield(self._started)
+        """Raises what the first process to fail has said, WorkerUnavailableError if it is stopped before."""
+        await asyncio.wait([self._started])
+        if self._started.cancelled():
+            raise WorkerUnavailableError("the service was taken down before it was ready")
+        self._started.result()
         return self._service.status
 
     async def wait_stopped(self) -> None:
@@ -204,9 +208,12 @@ class ControllerHandle:
         name = _controller_name(config)
         with in_our_words():
             if _actor_named(name) is not None:
-                raise ConfigError(f"{config.name} is up already: `specpipe status` and `specpipe down` know of it")
+                raise ConfigError(_IS_UP.format(name=config.name))
             actor = ray.remote(Controller).options(name=name, lifetime="detached", num_cpus=0, max_restarts=-1)
-            return cls(actor.remote(config), name)
+            try:
+                return cls(actor.remote(config), name)
+            except ValueError:  # another `up` was quicker
+                raise ConfigError(_IS_UP.format(name=config.name)) from None
 
     @classmethod
     def find(cls, config: ClusterConfig) -> ControllerHandle | None:
@@ -251,7 +258,8 @@ async def take_down(config: ClusterConfig, patience_s: float) -> bool:
             async with asyncio.timeout(patience_s):
                 await handle.stop(config.grace_s)
         except (SpecpipeError, TimeoutError) as error:
-            logger.warning("the controller did not end the service in order: %s", str(error) or "it took too long")
+            if _actor_named(_controller_name(config)) is not None:  # else somebody else has ended it, in order
+                logger.warning("the controller did not end the service in order: %s", str(error) or "it took too long")
         _kill(_controller_name(config))
     left = await backend.names()
     await asyncio.gather(*(backend.release(name) for name in left))

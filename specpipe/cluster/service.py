@@ -49,6 +49,7 @@ class ClusterService:
         self._scaler = Scaler(config.autoscale, self)
         self._has_workers = asyncio.Event()  # all those of the start have served once
         self._background: set[asyncio.Task[None]] = set()  # kept from being collected
+        self._stopping: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> ClusterStatus:
@@ -92,7 +93,12 @@ class ClusterService:
             self._spawn(self._leave(name, self.config.grace_s), f"{name} leaves")
 
     async def stop(self, grace_s: float) -> None:
-        """Coordinators first, so that answers finish; then the workers. Idempotent."""
+        """Coordinators first, so that answers finish; then the workers. A second call waits for the first."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(grace_s), name="stop")
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, grace_s: float) -> None:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -214,3 +214,11 @@ async def test_every_process_is_asked_for_its_metrics() -> None:
     engine = MemoryEngine()
     async with started(engine) as service:
         assert service.metrics() == ["target-worker-0:9", "draft-worker-0:9", "coordinator-0:9"]
+
+
+async def test_two_that_end_it_at_once_end_it_once() -> None:
+    engine = MemoryEngine()
+    async with started(engine) as service:
+        await asyncio.gather(service.stop(3.0), service.stop(0.0))
+        assert [line for line in engine.log if line.startswith("stop")].count("stop coordinator-0") == 1
+        assert engine.groups == {}

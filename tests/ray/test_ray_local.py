@@ -200,7 +200,8 @@ def test_down_ends_the_service_its_ray_and_up(cluster: LocalCluster) -> None:
     assert cluster.up.wait(COMMAND_TIMEOUT_S) == 0
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive
-    assert not (Path(cluster.environment["XDG_CACHE_HOME"]) / "specpipe" / "clusters" / "test.json").exists()
+    said = cluster.run("status", str(cluster.file))
+    assert (said.returncode, said.stderr) == (1, "error: test is not up on this machine\n")
 
 
 def is_controller_of(process: psutil.Process, cluster: LocalCluster) -> bool:
