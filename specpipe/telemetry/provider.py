@@ -240,6 +240,7 @@ class _Handler(MetricsHandler):
 
 class _PageServer(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # the library's 5 make a scraper that knocks beside others wait for seconds
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._free = threading.Semaphore(MAX_SCRAPERS)
