@@ -183,14 +183,18 @@ async def test_every_stop_string_cuts_where_a_plain_reader_would(service: Cluste
 
 
 async def test_eos_ends_the_answer_unless_ignored(service: Cluster) -> None:
-    """A prompt after which the model says EOS at once is found by trying."""
-    for first in range(1, 4000):
-        seen = await answer(service, ask((first, first + 1), max_tokens=60, ignore_eos=True, mode=Mode.OFF))
-        if EOS in seen.token_ids[:59]:
+    """A prompt after which the model says EOS soon is found by trying."""
+    for begin in range(1, 4000, 32):
+        prompts = [(first, first + 1) for first in range(begin, begin + 32)]
+        requests = [ask(prompt, max_tokens=60, ignore_eos=True, mode=Mode.OFF) for prompt in prompts]
+        answers = await asyncio.gather(*(answer(service, request) for request in requests))
+        found = [(p, seen) for p, seen in zip(prompts, answers, strict=True) if EOS in seen.token_ids[:59]]
+        if found:
             break
+    prompt, seen = found[0]
     place = seen.token_ids.index(EOS) + 1
     for mode in Mode:
-        got = await answer(service, ask((first, first + 1), max_tokens=60, mode=mode))
+        got = await answer(service, ask(prompt, max_tokens=60, mode=mode))
         assert got.token_ids == seen.token_ids[:place]
         assert got.text == TOKENS.decode(got.token_ids)
         assert got.finished is not None
