@@ -136,6 +136,23 @@ class DraftWorkerConfig:
         check_counts(self, "max_nodes", "max_depth")
 
 
+MIN_RANK_TOKEN_LENGTH: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousConfig:
+    """Which rank of a target worker this process is, where each is started by its own command on its own host."""
+
+    rank: int  # 0: the one that serves
+    address: str  # HOST:PORT; rank 0 listens there, the others dial it
+    token: str = field(repr=False)  # a secret of this target worker's ranks
+
+    def __post_init__(self) -> None:
+        check_counts(self, "rank", least=0)
+        if len(self.token) < MIN_RANK_TOKEN_LENGTH:
+            raise ConfigError(f"token must be of {MIN_RANK_TOKEN_LENGTH} characters or more")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetWorkerConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -143,12 +160,15 @@ class TargetWorkerConfig:
     engine: EngineConfig
     tensor_parallel_size: int = 1  # ranks of this worker
     rank_cores: tuple[int, ...] = ()  # CPU cores of the ranks after the first, which has engine.core; may be fewer
+    rendezvous: RendezvousConfig | None = None  # None: rank 0 starts the others, on its own host
     max_nodes: int = 256  # nodes held of one session's draft tree
     max_shared_slowdown: float = 1.25  # a step shared by sessions may take this many times its plain time
     max_prefill_slowdown: float = 2.0  # a step with prefill may take this many times its decode part
 
     def __post_init__(self) -> None:
         check_counts(self, "tensor_parallel_size", "max_nodes")
+        if self.rendezvous is not None and self.rendezvous.rank >= self.tensor_parallel_size:
+            raise ConfigError(f"rank must be below {self.tensor_parallel_size}, got {self.rendezvous.rank}")
         if self.engine.dtype == ROUNDED:
             raise ConfigError(f"dtype {ROUNDED} is for draft workers: a target with rounded weights says other things")
         for name in ("max_shared_slowdown", "max_prefill_slowdown"):

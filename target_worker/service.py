@@ -12,7 +12,10 @@ import time
 from specpipe.config import TargetWorkerConfig
 from specpipe.engine.folder import check_folder
 from specpipe.engine.interface import StepModel
-from specpipe.engine.parallel.group import RankGroup
+from specpipe.engine.parallel.children import ChildRanks
+from specpipe.engine.parallel.distant import DistantRanks
+from specpipe.engine.parallel.distant_rank import serve_rank
+from specpipe.engine.parallel.group import OtherRanks, RankGroup
 from specpipe.model_thread import Send
 from specpipe.step_costs import MAX_MEASURING_S, StepCosts, measure
 from specpipe.telemetry.observer import NULL_OBSERVER, StepObserver
@@ -25,17 +28,26 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(config: TargetWorkerConfig) -> int:
-    """Serve one target worker; returns the process's exit code.
+    """Serve one target worker, or be one of its other ranks; returns the process's exit code.
 
-    With several ranks this process is rank 0, and the others are its children: it has the server, the trees and all
-    decisions. Raises ConfigError if it cannot start as configured, whatever ended the model thread, and
-    WorkerUnavailableError if a rank is lost: a supervisor then starts this process, and so the whole group, again.
+    With several ranks rank 0 has the server, the trees and all decisions. The others are its children, or processes of
+    other hosts (`config.rendezvous`). Raises ConfigError if it cannot start as configured, whatever ended the model
+    thread, and WorkerUnavailableError if a rank, or rank 0, is lost: whoever supervises this process starts it again.
     """
     if config.tensor_parallel_size == 1:
         return await _serve(config, None)
-    with RankGroup(config.engine, config.tensor_parallel_size, config.rank_cores) as group:
+    if config.rendezvous is not None and config.rendezvous.rank > 0:
+        return await serve_rank(config)
+    with RankGroup(config.engine, config.tensor_parallel_size, _other_ranks(config)) as group:
         group.start()
         return await _serve(config, group)
+
+
+def _other_ranks(config: TargetWorkerConfig) -> OtherRanks:
+    size = config.tensor_parallel_size
+    if config.rendezvous is None:
+        return ChildRanks(config.engine, size, config.rank_cores)
+    return DistantRanks(config.engine, size, config.rendezvous)
 
 
 async def _serve(config: TargetWorkerConfig, group: RankGroup | None) -> int:
@@ -70,6 +82,8 @@ def _create(
 def _load(config: TargetWorkerConfig, group: RankGroup | None) -> StepModel:
     if group is not None:
         logger.info("loading %s, a shard on each of %d ranks", config.engine.model, group.size)
+        if config.rendezvous is not None:
+            logger.info("the other ranks are awaited at %s", config.rendezvous.address)
         return group.load()
     from specpipe.engine.loader import load_model, log_progress  # torch takes seconds: the port is taken before
 

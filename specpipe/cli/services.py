@@ -22,6 +22,7 @@ from specpipe.cli.flags import (
     SpeculationFlags,
     TelemetryFlags,
     TlsFlags,
+    checked_address,
     checked_worker,
     option,
     takes_flags,
@@ -29,7 +30,15 @@ from specpipe.cli.flags import (
     tls_config,
 )
 from specpipe.cli.models import check_device, check_ranks_fit, check_tokenizer_folder, named
-from specpipe.config import CoordinatorConfig, DraftWorkerConfig, EngineConfig, ServerConfig, TargetWorkerConfig
+from specpipe.config import (
+    MIN_RANK_TOKEN_LENGTH,
+    CoordinatorConfig,
+    DraftWorkerConfig,
+    EngineConfig,
+    RendezvousConfig,
+    ServerConfig,
+    TargetWorkerConfig,
+)
 from specpipe.engine.folder import check_folder
 from specpipe.errors import ConfigError, SpecpipeError
 from specpipe.process import cores_before_pinning, run_process
@@ -39,6 +48,8 @@ from specpipe.types import Mode, Rule
 logger = logging.getLogger(__name__)
 
 STDOUT: Final = 1
+RANK_TOKEN_VARIABLE: Final = "SPECPIPE_RANK_TOKEN"  # a flag would be seen by everybody on the host
+EVERY_INTERFACE: Final = ("0.0.0.0", "[::]")
 Drafter = Literal["model", "ngram", "none"]
 
 
@@ -79,6 +90,10 @@ class TargetFlags:
     rank_core: Annotated[list[int], option("Core of the next rank after the first; may be repeated.")] = field(
         default_factory=list
     )
+    rendezvous: Annotated[
+        str | None, option("Ranks are on several hosts: rank 0 listens here, the others dial.", metavar="HOST:PORT")
+    ] = None
+    rank: Annotated[int | None, option("With it: which rank this process is; 0 serves.")] = None
     max_nodes: Annotated[int, option("Nodes held of a session's draft tree.  [256]")] = 256
     max_shared_slowdown: Annotated[float, option("A shared step's time over its plain time.  [1.25]")] = 1.25
     max_prefill_slowdown: Annotated[float, option("A step's time with prefill over without.  [2]")] = 2.0
@@ -159,17 +174,17 @@ def target_worker(
 ) -> int:
     """Verify and decode for coordinators that connect."""
     configure_logging(server.log_level)
+    rendezvous = rendezvous_config(own)
     engine_configured = engine_config(named("--model", own.model, str(demo.target_folder())), engine)
     check_ranks_fit(engine_configured.model, own.tensor_parallel_size)
     check_cores(own.rank_core)
     config = TargetWorkerConfig(
-        server=server_config(
-            server, tls, "target worker ready at {address}: name it to a coordinator with --target HOST:PORT"
-        ),
+        server=server_config(server, tls, target_ready_text(rendezvous)),
         telemetry=telemetry_config(telemetry),
         engine=engine_configured,
         tensor_parallel_size=own.tensor_parallel_size,
         rank_cores=tuple(own.rank_core),
+        rendezvous=rendezvous,
         max_nodes=own.max_nodes,
         max_shared_slowdown=own.max_shared_slowdown,
         max_prefill_slowdown=own.max_prefill_slowdown,
@@ -181,6 +196,37 @@ def target_worker(
         return await serve(config)
 
     run_service(main, config.server, config.engine)
+
+
+def target_ready_text(rendezvous: RendezvousConfig | None) -> str:
+    if rendezvous is not None and rendezvous.rank > 0:
+        return f"rank {rendezvous.rank} takes part in the group of {{address}}"
+    return "target worker ready at {address}: name it to a coordinator with --target HOST:PORT"
+
+
+def rendezvous_config(flags: TargetFlags) -> RendezvousConfig | None:
+    """Raises ConfigError for what cannot be together."""
+    if (flags.rendezvous is None) != (flags.rank is None):
+        raise ConfigError("--rendezvous and --rank are given together, or neither: ranks of one host need none")
+    if flags.rendezvous is None or flags.rank is None:
+        return None
+    size = flags.tensor_parallel_size
+    if size < 2:
+        raise ConfigError(f"--rendezvous is for several ranks: it needs --tensor-parallel-size 2 or more, got {size}")
+    if not 0 <= flags.rank < size:
+        raise ConfigError(f"--rank must be from 0 to {size - 1} with --tensor-parallel-size {size}, got {flags.rank}")
+    if flags.rank_core:
+        raise ConfigError("--rank-core is for ranks of one host: with --rendezvous each rank has its own --core")
+    host = checked_address("--rendezvous", flags.rendezvous).rpartition(":")[0]
+    if flags.rank > 0 and host in EVERY_INTERFACE:
+        raise ConfigError(f"--rendezvous {flags.rendezvous}: rank {flags.rank} dials rank 0, so name its host")
+    token = os.environ.get(RANK_TOKEN_VARIABLE, "")
+    if len(token) < MIN_RANK_TOKEN_LENGTH:
+        raise ConfigError(
+            f"{RANK_TOKEN_VARIABLE} must hold a secret of {MIN_RANK_TOKEN_LENGTH} characters or more, the same for all "
+            "ranks of this target worker"
+        )
+    return RendezvousConfig(rank=flags.rank, address=flags.rendezvous, token=token)
 
 
 def run_service(

@@ -40,7 +40,7 @@ GPU_MEMORY_SHARE = 0.8  # on a GPU
 class Ranks(Protocol):
     """The ranks among which a model is split; see specpipe.engine.parallel.collective."""
 
-    size: int
+    num_on_host: int  # of them, with one memory
 
     def minimum(self, value: int) -> int:
         """The least of all ranks' values."""
@@ -129,7 +129,7 @@ def create_runner(
     model = PreparedModel(loaded, is_rounded=is_rounded)
     if model.name not in families.PROVEN:
         self_check.check_model(model, max_context)
-    num_sharing = group.size if group and config.device == "cpu" else 1  # ranks with one memory
+    num_sharing = group.num_on_host if group and config.device == "cpu" else 1  # ranks with one memory
     free_bytes = _free_bytes(model.device) // num_sharing
     num_slots = config.num_slots or default_num_slots(config, max_context, model.bytes_per_slot, free_bytes)
     _check_room(num_slots, model.bytes_per_slot, _total_bytes(model.device) // num_sharing)

@@ -18,11 +18,13 @@ import pytest
 
 import specpipe
 from specpipe.config import EngineConfig
+from specpipe.engine.parallel import channel as channel_module
 from specpipe.engine.parallel import group as group_module
 from specpipe.engine.parallel import rank as rank_module
 from specpipe.engine.parallel.channel import Channel, Frame, Kind
+from specpipe.engine.parallel.children import ChildRanks
 from specpipe.engine.parallel.group import RankGroup
-from specpipe.engine.parallel.rank import Mailbox, RankHello
+from specpipe.engine.parallel.rank import Ending, Mailbox, RankHello
 from specpipe.errors import InvariantError, SpecpipeError, WorkerUnavailableError
 
 ROOT = Path(specpipe.__file__).resolve().parents[1]
@@ -31,7 +33,7 @@ import socket, sys
 from specpipe.engine.parallel.channel import Channel, Kind
 from specpipe.engine.parallel.rank import Mailbox
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-mailbox = Mailbox(channel, lambda is_silent: None)
+mailbox = Mailbox(channel, lambda ending: None)
 mailbox.next(Kind.HELLO)
 channel.send(Kind.READY)
 frame = mailbox.next(Kind.STEP)
@@ -43,13 +45,15 @@ class Watched:
     """A group of stub processes, and what its watchdog said."""
 
     def __init__(self, num_stubs: int) -> None:
-        self.group = RankGroup(EngineConfig(model="unused"), 1 + num_stubs)
+        engine = EngineConfig(model="unused")
+        self.group = RankGroup(engine, 1 + num_stubs, ChildRanks(engine, 1 + num_stubs))
         self.failures: list[SpecpipeError] = []
         self.has_failed = threading.Event()
         for rank in range(1, 1 + num_stubs):
             ours, theirs = socket.socketpair()
             with theirs:
-                self.group.add(rank, ours, start_stub(theirs.fileno()))
+                hello = RankHello.create(rank, 1 + num_stubs, engine)
+                self.group.add(rank, Channel(ours), hello, process=start_stub(theirs.fileno()))
         self.group.watch(self.fail)
         self.group._wait_for(Kind.READY)
 
@@ -58,7 +62,7 @@ class Watched:
         self.has_failed.set()
 
     def all_ended(self) -> bool:
-        return all(member.process is None or member.process.poll() is not None for member in self.group._members)
+        return all(member.process is None or member.process.poll() is not None for member in self.group._in_order())
 
 
 def start_stub(fd: int) -> subprocess.Popen[bytes]:
@@ -104,15 +108,46 @@ def test_closing_a_group_is_no_failure(watched: Watched) -> None:
     assert not watched.failures
 
 
-def test_a_group_tells_each_rank_its_place_and_core() -> None:
-    ours, theirs = socket.socketpair()
-    with RankGroup(EngineConfig(model="m", core=0, num_threads=3), 2, cores=(5,)) as group:
-        group.add(1, ours)
-        frame = Channel(theirs).receive(5)
-    theirs.close()
-    assert frame is not None
-    hello = RankHello.from_bytes(frame.payload)
+def test_a_child_is_told_its_place_and_core() -> None:
+    children = ChildRanks(EngineConfig(model="m", core=0, num_threads=3), 2, cores=(5,))
+    hello = RankHello.from_bytes(children._hello(1).to_bytes())
     assert (hello.rank, hello.size, hello.engine["core"], hello.engine["num_threads"]) == (1, 2, 5, 3)
+
+
+def test_a_rank_that_loads_is_silent_for_longer_before_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "PING_INTERVAL_S", 0.001)
+    monkeypatch.setattr(group_module, "MAX_SILENT_LOADING_SECONDS", 20)
+    lost, has_lost = [], threading.Event()
+    ours, theirs = socket.socketpair()
+    engine = EngineConfig(model="m")
+    with RankGroup(engine, 2, ChildRanks(engine, 2)) as group, theirs:
+        group.add(1, Channel(ours), RankHello.create(1, 2, engine))
+        group.watch(lambda error: (lost.append(str(error)), has_lost.set()))  # type: ignore[func-returns-value]
+        assert has_lost.wait(20)
+    assert "rank 1 has been silent" in lost[0]
+
+
+def test_what_is_no_frame_loses_the_rank(ends: tuple[Channel, Channel]) -> None:
+    ends[0]._socket.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+    with pytest.raises(WorkerUnavailableError, match="no frame of ours"):
+        ends[1].receive(5)
+
+
+def test_a_frame_that_is_too_long_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Channel(ours).send(Kind.FAILED, 0, b"x" * 101)
+        with pytest.raises(WorkerUnavailableError, match="at most 100"):
+            Channel(theirs, max_frame_bytes=100).receive(5)
+
+
+def test_a_frame_that_does_not_come_whole_is_not_waited_for(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "SEND_TIMEOUT_S", 0.05)
+    ends[0]._socket.sendall(b"\x05")
+    with pytest.raises(WorkerUnavailableError, match="did not come whole"):
+        ends[1].receive(5)
 
 
 # The other side.
@@ -139,21 +174,31 @@ def test_a_silent_rank_0_is_noticed_once_steps_are_taken(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_module, "MAX_SILENT_SECONDS", 0)
-    lost: list[bool] = []
+    lost: list[Ending] = []
     mailbox = Mailbox(ends[1], lost.append)
     mailbox.is_running = True
     with pytest.raises(WorkerUnavailableError):
         mailbox.next(Kind.STEP)
-    assert lost == [True]
+    assert lost == [Ending.SILENT]
 
 
 def test_a_rank_0_that_is_gone_ends_the_rank(ends: tuple[Channel, Channel]) -> None:
-    lost: list[bool] = []
+    lost: list[Ending] = []
     mailbox = Mailbox(ends[1], lost.append)
     ends[0].close()
     with pytest.raises(WorkerUnavailableError):
         mailbox.next(Kind.STEP)
-    assert lost == [False]
+    assert lost == [Ending.GONE]
+
+
+def test_a_rank_0_that_ends_the_group_in_order_says_so(ends: tuple[Channel, Channel]) -> None:
+    lost: list[Ending] = []
+    mailbox = Mailbox(ends[1], lost.append)
+    ends[0].send(Kind.END)
+    ends[0].close()
+    with pytest.raises(WorkerUnavailableError):
+        mailbox.next(Kind.STEP)
+    assert lost == [Ending.IN_ORDER]
 
 
 def test_a_step_out_of_order_is_refused(ends: tuple[Channel, Channel]) -> None:

@@ -128,12 +128,17 @@ def test_a_step_tells_what_each_rank_worked_and_no_more_than_it_took(tmp_path: P
             assert all(0.0 < rank_ms < step_ms for rank_ms in model.rank_ms)
 
 
-def test_ranks_that_share_no_memory_tell_no_times(tmp_path: Path) -> None:
+def test_ranks_that_share_no_memory_tell_their_times_with_the_logits(tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     with parallel_model(tmp_path, 2, is_shared=False) as model:
         driver = Driver(model, seed=3)  # type: ignore[arg-type]
-        driver.step(driver.rows(driver.open(5)))
-        assert list(model.rank_ms) == []
+        session = driver.open(21)
+        for count in (13, 7, 1):
+            started_s = time.perf_counter()
+            driver.step(driver.rows(session, count))
+            step_ms = (time.perf_counter() - started_s) * 1e3
+            assert len(model.rank_ms) == 2
+            assert all(0.0 < rank_ms < step_ms for rank_ms in model.rank_ms)
 
 
 def test_every_record_of_a_worker_with_two_ranks_has_both_times(tmp_path: Path) -> None:

@@ -71,15 +71,21 @@ class Decoder:
         self._known = _SlotLists()
 
     def decode(self, payload: bytes) -> StepBatch:
-        """Raises InvariantError if the announcement cannot be of this order of announcements."""
-        values = iter(np.frombuffer(payload, dtype=_INT).tolist())
-        return StepBatch(sessions=[self._read(values) for _ in range(next(values))])
+        """Raises InvariantError if it is no announcement, or cannot be of this order of announcements."""
+        values = iter(decode_slots(payload))
+        try:
+            batch = StepBatch(sessions=[self._read(values) for _ in range(next(values))])
+        except StopIteration:
+            raise InvariantError("an announced step ends in the middle") from None
+        if next(values, None) is not None:
+            raise InvariantError("an announced step has more than it says")
+        return batch
 
     def _read(self, values: Iterator[int]) -> SessionRows:
         session, num_kept, num_new, num_computed, num_committed = _take(values, 5)
         num_rows, num_tree_slots, num_tree_rows, num_wants = _take(values, 4)
         known = self._known.get(session)
-        if num_kept > len(known):
+        if not 0 <= num_kept <= len(known):
             raise InvariantError(f"session {session}: {num_kept} slots are said to be known, {len(known)} are")
         slots = known[:num_kept] + _take(values, num_new)
         self._known.put(session, slots)
@@ -102,6 +108,9 @@ def encode_slots(slots: Sequence[int]) -> bytes:
 
 
 def decode_slots(payload: bytes) -> list[int]:
+    """Raises InvariantError."""
+    if len(payload) % _INT.itemsize:
+        raise InvariantError(f"{len(payload)} bytes are no whole number of slots")
     slots: list[int] = np.frombuffer(payload, dtype=_INT).tolist()
     return slots
 

@@ -1,34 +1,31 @@
-"""Rank 0's handle on the other ranks: starts their processes, loads together with them, notices when one is lost.
+"""Rank 0's handle on the other ranks: loads together with them, notices when one is lost, ends them.
 
-Owns: those processes and the watchdog. Must not know: sessions, what happens to the service when the group is lost.
+Owns: the watchdog. Must not know: sessions, how ranks come to be (children.py, distant.py), what happens to the
+service when the group is lost.
 
-A group that has lost a rank is lost: all ranks are killed, and whoever supervises this process starts a new group.
-The watchdog is a thread of its own: it sees a dead rank at once (its socket closes) and a frozen one by its silence,
-whether the model thread is idle or inside a collective.
+A group that has lost a rank is lost: all ranks are ended, and whoever supervises this process starts a new group.
+The watchdog is a thread of its own: it sees a dead rank at once (its socket closes) and one that is frozen, or out of
+reach, by its silence, whether the model thread is idle or inside a collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import selectors
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from specpipe.config import EngineConfig
 from specpipe.engine.parallel.channel import Channel, Frame, Kind
-from specpipe.engine.parallel.mesh import MeshEnd, create_mesh
-from specpipe.engine.parallel.rank import RankHello
+from specpipe.engine.parallel.meeting import Meeting
+from specpipe.engine.parallel.rank import MAX_SILENT_LOADING_SECONDS, RankHello
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
-from specpipe.process import cores_before_pinning
 
 if TYPE_CHECKING:
     from specpipe.engine.parallel.model import ParallelModel
@@ -45,30 +42,60 @@ LOAD_TIMEOUT_S = 600.0
 OnFailure = Callable[[SpecpipeError], None]  # thread-safe, returns at once
 
 
+class OtherRanks(Protocol):
+    """How the other ranks of a group come to be."""
+
+    has_one_host: bool  # all on this host, children of this process
+
+    def bring(self, group: RankGroup) -> None:
+        """From now on each is added to the group as it comes. Called on the main thread. Raises ConfigError."""
+        ...
+
+    def open_shared(self) -> SharedMemory | None:
+        """Rank 0's end of the memory that all share, if they do. Called once, when all have loaded."""
+        ...
+
+    def hosts(self, channels: Sequence[Channel]) -> tuple[str, ...]:
+        """Addresses at which ranks reach one another, by rank. `channels`: to each of the others."""
+        ...
+
+    def close(self) -> None:
+        """None is added any more."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Member:
     """One of the other ranks, as rank 0 sees it."""
 
     rank: int
     channel: Channel
-    process: subprocess.Popen[bytes] | None  # None: lives in this process (in tests)
+    process: subprocess.Popen[bytes] | None  # None: it is no child of ours
+    host: str  # empty: this one
     num_unanswered: int = 0  # pings since it was last heard
     said: set[Kind] = field(default_factory=set)
 
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host})" if self.host else f"rank {self.rank}"
+
+    @property
+    def max_unanswered(self) -> int:
+        return MAX_UNANSWERED_PINGS if Kind.READY in self.said else MAX_SILENT_LOADING_SECONDS
+
 
 class RankGroup:
-    """All ranks of one target worker. Used as a context: after it no process of it runs.
+    """All ranks of one target worker. Used as a context: after it none of its children runs, and ranks of other hosts
+    have been told to end.
 
-    `start` belongs to the main thread (ranks die with the thread that starts them), `load` to the model thread.
+    `start` belongs to the main thread, `load` to the model thread.
     """
 
-    def __init__(self, engine: EngineConfig, size: int, cores: Sequence[int] = ()) -> None:
-        """`cores`: of the ranks after the first, as far as there are any."""
+    def __init__(self, engine: EngineConfig, size: int, others: OtherRanks) -> None:
         self.size = size
         self._engine = engine
-        self._cores = cores
-        self._members: list[Member] = []
-        self._mesh: list[MeshEnd] = []
+        self._others = others
+        self._members: dict[int, Member] = {}
         self._shared: SharedMemory | None = None
         self._changed = threading.Condition()
         self._failure: SpecpipeError | None = None
@@ -82,45 +109,41 @@ class RankGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(is_in_order=error is None)
 
     @property
     def pids(self) -> list[int]:
-        return [member.process.pid for member in self._members if member.process is not None]
+        """Of those that are children."""
+        return [member.process.pid for member in self._in_order() if member.process is not None]
 
     def start(self) -> None:
-        """Start the processes of the other ranks; they load at once."""
-        self.connect()
-        for rank in range(1, self.size):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self.add(rank, ours, _spawn(theirs.fileno(), self._mesh[rank].fds if self._mesh else []))
-            if self._mesh:
-                self._mesh[rank].close()
+        """Let the others come; they load at once. Raises ConfigError."""
+        self._others.bring(self)
 
-    def connect(self) -> None:
-        """Before ranks are added: on a CPU they get memory to share, where the system has it."""
-        if self._engine.device == "cpu" and hasattr(os, "memfd_create"):
-            self._mesh = create_mesh(self.size)
+    def add(
+        self,
+        rank: int,
+        channel: Channel,
+        hello: RankHello,
+        *,
+        process: subprocess.Popen[bytes] | None = None,
+        seal: Callable[[bytes], bytes] = bytes,
+    ) -> None:
+        """A rank that has come, on any thread. It is sent the hello, as `seal` makes it.
 
-    def add(self, rank: int, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
-        """A rank whose end of the control socket is the other one of `end`."""
-        member = Member(rank=rank, channel=Channel(end), process=process)
-        self._members.append(member)
-        core = self._cores[rank - 1] if rank - 1 < len(self._cores) else None
-        hello = RankHello(
-            rank=rank,
-            size=self.size,
-            engine=asdict(replace(self._engine, core=core)),
-            log_level=logging.getLevelName(logging.getLogger().level).lower(),
-            memory_fd=self._mesh[rank].memory_fd if self._mesh else -1,
-            peer_fds=self._mesh[rank].peer_fds if self._mesh else [],
-            cores=sorted(cores_before_pinning()),
-        )
-        member.channel.send(Kind.HELLO, 0, hello.to_bytes())
+        Raises WorkerUnavailableError if there is one of that number, or the group ends.
+        """
+        member = Member(rank=rank, channel=channel, process=process, host=channel.peer_host)
+        with self._changed:
+            if self._is_closing or self._failure is not None:
+                raise WorkerUnavailableError("the group of rank 0 is ending")
+            if rank in self._members:
+                raise WorkerUnavailableError(f"{self._members[rank].name} has joined already")
+            channel.send(Kind.HELLO, 0, seal(hello.to_bytes()))
+            self._members[rank] = member
 
     def watch(self, on_failure: OnFailure) -> None:
-        """From now on a lost rank is told to `on_failure`, before the others are killed. Called before `load`."""
+        """From now on a lost rank is told to `on_failure`, before the others are ended. Called before `load`."""
         self._on_failure = on_failure
         self._watchdog.start()
 
@@ -134,63 +157,91 @@ class RankGroup:
         from specpipe.engine.parallel.collective import Collective, create_store
         from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
         from specpipe.engine.parallel.model import ParallelModel
-        from specpipe.engine.parallel.shared_memory import open_end
 
         if self._watchdog.ident is None:  # it is what hears the ranks
             self._watchdog.start()
         torch.set_num_threads(self._engine.num_threads)
-        loaded = load_rank(self._engine, 0, self.size)
+        device = rank_device(self._engine, 0, self.size, has_one_host=self._others.has_one_host)
+        loaded = load_rank(self._engine, 0, self.size, device)
         self._wait_for(Kind.LOADED)
-        self._shared = open_end(self._mesh.pop(0), 0) if self._mesh else None
-        store = None if self._shared else create_store(None)
-        self.send(Kind.MEET, store.port if store else 0)
-        collective = Collective(store, 0, self.size, rank_device(self._engine, 0), self._shared)
+        self._shared = self._others.open_shared()
+        hosts = self._others.hosts([member.channel for member in self._in_order()])
+        store = None if self._shared else create_store(hosts[0])
+        meeting = Meeting(hosts=hosts, port=store.port if store else 0)
+        self.send(Kind.MEET, 0, meeting.to_bytes())
+        collective = Collective(store, 0, self.size, device, self._shared, meeting)
         runner = create_rank_runner(loaded, self._engine, collective)
         self._wait_for(Kind.READY)
-        return ParallelModel(runner, self, self._shared)
+        return ParallelModel(runner, self, collective if device.type == "cpu" else None)
 
     def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
         """Tell all other ranks. Raises WorkerUnavailableError if one is gone."""
-        for member in self._members:
+        for member in self._in_order():
             member.channel.send(kind, number, payload)
 
-    def close(self) -> None:
-        """Kill all other ranks: they hold nothing that is worth a farewell. Idempotent."""
+    def close(self, *, is_in_order: bool = False) -> None:
+        """End all other ranks: they hold nothing that is worth a farewell. Idempotent.
+
+        `is_in_order`: those of other hosts are told that this is no failure.
+        """
         with self._changed:
+            is_in_order = is_in_order and not self._is_closing and self._failure is None
             self._is_closing = True
-        self._kill()
+        self._others.close()
+        if is_in_order:
+            with contextlib.suppress(SpecpipeError):  # one that is gone has ended too
+                self.send(Kind.END)
+        self._end_all()
         if self._watchdog.is_alive():
             self._watchdog.join()
-        for member in self._members:
+        for member in self._in_order():
             member.channel.close()
         if self._shared is not None:
             self._shared.close()
 
-    def _kill(self) -> None:
-        for member in self._members:
+    def _in_order(self) -> list[Member]:
+        return [self._members[rank] for rank in sorted(self._members)]
+
+    def _end_all(self) -> None:
+        """Children are killed; others see the end of the connection, and end."""
+        for member in self._in_order():
             if member.process is not None:
                 member.process.kill()
                 member.process.wait()
+            member.channel.shut()
 
     # The watchdog.
 
     def _watch(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for member in self._members:
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._listen(selector)
+        except Exception as error:  # without a watchdog nobody would notice the next loss
+            logger.exception("the watchdog of the ranks failed")
+            self._lose(WorkerUnavailableError(f"the watchdog of the ranks failed: {error}"))
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        next_ping = time.monotonic()
+        while not self._is_closing and self._failure is None:
+            self._register_new(selector)
+            if time.monotonic() >= next_ping:
+                next_ping = time.monotonic() + PING_INTERVAL_S
+                self._ping()
+            for key, _ in selector.select(max(0.0, next_ping - time.monotonic())):
+                self._hear(key.data)
+
+    def _register_new(self, selector: selectors.BaseSelector) -> None:
+        """Ranks come while this watches: each is heard from the next ping on."""
+        for member in self._in_order():
+            if member.channel.fileno() not in selector.get_map():
                 selector.register(member.channel, selectors.EVENT_READ, member)
-            next_ping = time.monotonic()
-            while not self._is_closing and self._failure is None:
-                if time.monotonic() >= next_ping:
-                    next_ping = time.monotonic() + PING_INTERVAL_S
-                    self._ping()
-                for key, _ in selector.select(max(0.0, next_ping - time.monotonic())):
-                    self._hear(key.data)
 
     def _ping(self) -> None:
-        for member in self._members:
-            if Kind.READY in member.said and member.num_unanswered > MAX_UNANSWERED_PINGS:
+        for member in self._in_order():
+            if member.num_unanswered > member.max_unanswered:
                 seconds = member.num_unanswered * PING_INTERVAL_S
-                self._lose(WorkerUnavailableError(f"rank {member.rank} has been silent for {seconds:.0f} s"))
+                reason = f"{member.name} has been silent for {seconds:.0f} s"
+                self._lose(WorkerUnavailableError(reason))
             member.num_unanswered += 1
             member.channel.ping(Kind.PING)
 
@@ -199,9 +250,12 @@ class RankGroup:
             frame = member.channel.receive(0.0)
         except TimeoutError:
             return
+        except WorkerUnavailableError as error:
+            self._lose(WorkerUnavailableError(f"{member.name}: {error}"))
+            return
         member.num_unanswered = 0
         if frame is None:
-            self._lose(WorkerUnavailableError(f"rank {member.rank} ended{_exit_of(member)}"))
+            self._lose(WorkerUnavailableError(f"{member.name} ended{_exit_of(member)}"))
         elif frame.kind is Kind.FAILED:
             self._lose(_failure_of(member, frame))
         else:
@@ -217,35 +271,20 @@ class RankGroup:
             self._changed.notify_all()
         logger.error("%s: the rank group ends", error)
         self._on_failure(error)
-        self._kill()
+        self._end_all()
 
     def _wait_for(self, kind: Kind) -> None:
         """Until all other ranks have said so. Raises the group's failure."""
 
-        def is_over() -> bool:
-            return self._failure is not None or all(kind in member.said for member in self._members)
+        def are_missing() -> list[int]:
+            return [r for r in range(1, self.size) if r not in self._members or kind not in self._members[r].said]
 
         with self._changed:
-            if not self._changed.wait_for(is_over, LOAD_TIMEOUT_S):
-                raise WorkerUnavailableError(f"not all ranks were {kind.name.lower()} after {LOAD_TIMEOUT_S:.0f} s")
+            if not self._changed.wait_for(lambda: self._failure is not None or not are_missing(), LOAD_TIMEOUT_S):
+                names = ", ".join(map(str, are_missing()))
+                raise WorkerUnavailableError(f"rank {names}: not {kind.name.lower()} after {LOAD_TIMEOUT_S:.0f} s")
             if self._failure is not None:
                 raise self._failure
-
-
-def _spawn(fd: int, mesh_fds: Sequence[int]) -> subprocess.Popen[bytes]:
-    """-P: a folder of the user's working directory must not shadow ours."""
-    import specpipe
-
-    root = str(Path(specpipe.__file__).resolve().parents[1])
-    path = os.environ.get("PYTHONPATH")
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "specpipe.engine.parallel.rank", "--role", "target-rank", str(fd)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=(fd, *mesh_fds),
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
-    )
 
 
 def _exit_of(member: Member) -> str:
@@ -255,4 +294,4 @@ def _exit_of(member: Member) -> str:
 
 
 def _failure_of(member: Member, frame: Frame) -> SpecpipeError:
-    return WorkerUnavailableError(f"rank {member.rank}: {frame.payload.decode(errors='replace')}")
+    return WorkerUnavailableError(f"{member.name}: {frame.payload.decode(errors='replace')}")

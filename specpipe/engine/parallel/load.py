@@ -25,17 +25,25 @@ class LoadedRank:
     model: PreTrainedModel
 
 
-def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Each rank has a GPU of its own; on a CPU they share it."""
-    return torch.device("cpu") if config.device == "cpu" else torch.device("cuda", rank)
+def rank_device(config: EngineConfig, rank: int, size: int, *, has_one_host: bool) -> torch.device:
+    """On a CPU ranks share it. Each has a GPU of its own: of one host the rank's number, else the one that its own
+    command names. Raises ConfigError if there are too few."""
+    kind, _, number = config.device.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    index = rank if has_one_host else int(number or 0)
+    if has_one_host and found < size:
+        raise ConfigError(f"tensor_parallel_size {size} does not fit: torch sees {found} GPUs")
+    if index >= found:
+        raise ConfigError(f"device {config.device} of rank {rank} is not there: torch sees {found} GPUs")
+    return torch.device(kind, index)
 
 
-def load_rank(config: EngineConfig, rank: int, size: int) -> LoadedRank:
+def load_rank(config: EngineConfig, rank: int, size: int, device: torch.device) -> LoadedRank:
     """Read one rank's weights. Raises ConfigError or UnsupportedModelError."""
-    if config.device != "cpu" and torch.cuda.device_count() < size:
-        raise ConfigError(f"tensor_parallel_size {size} does not fit: torch sees {torch.cuda.device_count()} GPUs")
     folder = check_folder(config.model)
-    return LoadedRank(folder, load_shard(folder, config.dtype, rank, size).to(rank_device(config, rank)))
+    return LoadedRank(folder, load_shard(folder, config.dtype, rank, size).to(device))
 
 
 def create_rank_runner(loaded: LoadedRank, config: EngineConfig, collective: Collective) -> ModelRunner:

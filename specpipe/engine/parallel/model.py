@@ -26,7 +26,7 @@ class Audience(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Knows how long each rank works on a step; see SharedMemory."""
+    """Knows how long each rank works on a step; see Collective."""
 
     def begin_step(self) -> None: ...
 
