@@ -270,11 +270,11 @@ class RequestMachine:
             self._go(Phase.STREAMING)
         self._wait.end()
         delivered, chunk = self.transcript.add(new, self._now_ms)
+        if delivered.finish_reason is None:
+            self._pass_on(delivered)  # first: the next drafts wait for it
         self._out.append(Emit(chunk, delivered))
         if delivered.finish_reason is not None:
             self._finish(delivered.finish_reason)
-        else:
-            self._pass_on(delivered)
 
     def _pass_on(self, commit: Commit) -> None:
         """Draft workers hear every commit; without one the target hears that no draft will come."""
