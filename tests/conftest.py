@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ import pytest
 
 if TYPE_CHECKING:
     from tiny_models import TinyPair
+
+SHARING = {"integration", "browser"}  # folders of tests; they and the others take about as long
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +54,36 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
+# Tests in two processes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` each half stays together: its tests share the services that they start."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        item.add_marker(pytest.mark.xdist_group("shared services" if folder in SHARING else "services of their own"))
+
+
+# What a test found out
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    report.findings = findings.lines[:]  # type: ignore[attr-defined]
+    findings.lines.clear()
+    return report
+
+
+_found: list[str] = []  # by all tests of the run
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _found.extend(getattr(report, "findings", ()))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if findings.lines:
+    if _found:
         terminalreporter.section("findings")
-        for line in findings.lines:
+        for line in _found:
             terminalreporter.write_line(line)

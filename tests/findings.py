@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 lines: list[str] = []
+"""Of the running test; tests/conftest.py carries them to the end of the run, also out of another process."""
 
 
 def record(text: str) -> None:
