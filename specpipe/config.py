@@ -137,6 +137,7 @@ class DraftWorkerConfig:
 
 
 MIN_RANK_TOKEN_LENGTH: Final = 16
+RANK_TOKEN_VARIABLE: Final = "SPECPIPE_RANK_TOKEN"  # a flag would be seen by everybody on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from specpipe.cli.flags import (
 from specpipe.cli.models import check_device, check_ranks_fit, check_tokenizer_folder, named
 from specpipe.config import (
     MIN_RANK_TOKEN_LENGTH,
+    RANK_TOKEN_VARIABLE,
     CoordinatorConfig,
     DraftWorkerConfig,
     EngineConfig,
@@ -48,7 +49,6 @@ from specpipe.types import Mode, Rule
 logger = logging.getLogger(__name__)
 
 STDOUT: Final = 1
-RANK_TOKEN_VARIABLE: Final = "SPECPIPE_RANK_TOKEN"  # a flag would be seen by everybody on the host
 EVERY_INTERFACE: Final = ("0.0.0.0", "[::]")
 Drafter = Literal["model", "ngram", "none"]
 

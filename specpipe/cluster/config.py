@@ -110,19 +110,12 @@ class TargetWorkersConfig:
     cpus: float = 1  # of each rank
     gpus: float = 0  # of each rank; one rank alone may have a part of one
     resources: Mapping[str, float] = field(default_factory=dict)  # of each rank
-    placement: Placement = "STRICT_PACK"  # of the ranks
+    placement: Placement = "STRICT_PACK"  # of the ranks: on one node, where they share memory; others: over the network
 
     def __post_init__(self) -> None:
         check_counts(self, "count", "tensor_parallel_size")
         check_resources(self.cpus, self.gpus, self.resources)
-        if self.tensor_parallel_size == 1:
-            return
-        if self.placement != "STRICT_PACK":
-            raise ConfigError(
-                f"placement {self.placement} may put the {self.tensor_parallel_size} ranks of a target worker on "
-                "several nodes, and ranks share the memory of one: use STRICT_PACK"
-            )
-        if self.gpus not in (0, 1):
+        if self.tensor_parallel_size > 1 and self.gpus not in (0, 1):
             raise ConfigError(f"gpus must be 0 or 1 where there are several ranks: each has its own; got {self.gpus:g}")
 
 

@@ -23,10 +23,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specpipe.cluster.backend import Group, GroupLostError
 from specpipe.cluster.config import ClusterConfig
-from specpipe.cluster.keeper import Ended, Keeper, Started
+from specpipe.cluster.keeper import Ended, Started
 from specpipe.cluster.plan import GroupPlan
+from specpipe.cluster.rank_keeper import RankKeeper
+from specpipe.cluster.rank_processes import RankProcesses
 from specpipe.cluster.service import ClusterService, ClusterStatus
 from specpipe.errors import ConfigError, SpecpipeError, WorkerUnavailableError
+from specpipe.launcher.plan import ProcessSpec
 from specpipe.telemetry.logs import configure_logging
 
 CONTROLLER: Final = "controller"
@@ -38,7 +41,7 @@ _IS_UP: Final = "{name} is up already: `specpipe status` and `specpipe down` kno
 logger = logging.getLogger(__name__)
 
 
-class RayKeeper(Keeper):
+class RayKeeper(RankKeeper):
     """A keeper as an actor."""
 
     def __init__(self, log_level: str) -> None:
@@ -54,10 +57,48 @@ class RayKeeper(Keeper):
         await asyncio.Event().wait()
 
 
-class RayGroup:
-    """See `Group`."""
+class KeeperHandle:
+    """An actor's keeper, as those see it who are elsewhere: see `RankKeeper`."""
 
-    def __init__(self, keepers: Sequence[Any], places: Sequence[tuple[str, tuple[str, ...]]], plan: GroupPlan) -> None:
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def start(self, spec: ProcessSpec, port: int | None = None) -> Started:
+        started: Started = await _result_of(self._actor.start.remote(spec, port))
+        return started
+
+    async def wait(self) -> Ended:
+        ended: Ended = await _result_of(self._actor.wait.remote())
+        return ended
+
+    async def hold(self) -> Ended:
+        """Returns never: see `RayKeeper.hold`."""
+        ended: Ended = await _result_of(self._actor.hold.remote())
+        return ended
+
+    async def stop(self, grace_s: float) -> None:
+        await _result_of(self._actor.stop.remote(grace_s))
+
+    async def is_running(self) -> bool:
+        return bool(await _result_of(self._actor.is_running.remote()))
+
+    async def free_address(self) -> str:
+        return str(await _result_of(self._actor.free_address.remote()))
+
+    async def list_workers(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        await _result_of(self._actor.list_workers.remote(addresses))
+
+    async def lines(self) -> tuple[str, ...]:
+        lines: tuple[str, ...] = await _result_of(self._actor.lines.remote())
+        return lines
+
+
+class RayGroup:
+    """See `Group`. What runs is one process, in the first bundle."""
+
+    def __init__(
+        self, keepers: Sequence[KeeperHandle], places: Sequence[tuple[str, tuple[str, ...]]], plan: GroupPlan
+    ) -> None:
         """`places`: what each keeper has said of `where` it is."""
         self.node = places[0][0]
         self._first, self._others = keepers[0], keepers[1:]
@@ -67,31 +108,45 @@ class RayGroup:
             self._process = replace(plan.process, environment=(("CUDA_VISIBLE_DEVICES", gpus),))
 
     async def start(self, port: int | None) -> Started:
-        with in_our_words():
-            started: Started = await self._first.start.remote(self._process, port)
-        return started
+        return await self._first.start(self._process, port)
 
     async def wait(self) -> Ended:
-        ended = asyncio.ensure_future(_result_of(self._first.wait.remote()))
-        losses = [asyncio.ensure_future(_result_of(other.hold.remote())) for other in self._others]
+        ends = [asyncio.ensure_future(each) for each in (self._first.wait(), *(o.hold() for o in self._others))]
         try:
-            done, _ = await asyncio.wait([ended, *losses], return_when=asyncio.FIRST_COMPLETED)
-            result: Ended = (ended if ended in done else done.pop()).result()
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return (ends[0] if ends[0] in done else done.pop()).result()
         finally:
-            for task in (ended, *losses):
-                task.cancel()
-            await asyncio.gather(ended, *losses, return_exceptions=True)
-        return result
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
 
     async def stop(self, grace_s: float) -> None:
-        await _result_of(self._first.stop.remote(grace_s))
+        await self._first.stop(grace_s)
 
     async def list_workers(self, addresses: Mapping[str, Sequence[str]]) -> None:
-        await _result_of(self._first.list_workers.remote(addresses))
+        await self._first.list_workers(addresses)
 
     async def lines(self) -> tuple[str, ...]:
-        lines: tuple[str, ...] = await _result_of(self._first.lines.remote())
-        return lines
+        return await self._first.lines()
+
+
+class RayRanks(RayGroup):
+    """A target worker with a rank's process in each bundle: each sees the GPUs of its own."""
+
+    def __init__(
+        self, keepers: Sequence[KeeperHandle], places: Sequence[tuple[str, tuple[str, ...]]], plan: GroupPlan
+    ) -> None:
+        super().__init__(keepers, places, plan)
+        self._ranks = RankProcesses(keepers, plan.process)
+
+    async def start(self, port: int | None) -> Started:
+        return await self._ranks.start(port)
+
+    async def wait(self) -> Ended:
+        return await self._ranks.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        await self._ranks.stop(grace_s)
 
 
 class RayBackend:
@@ -111,7 +166,9 @@ class RayBackend:
             )
             await placement.ready()
             keepers = [self._keeper(name, number, placement, bundle) for number, bundle in enumerate(plan.bundles)]
-            return RayGroup(keepers, await asyncio.gather(*(keeper.where.remote() for keeper in keepers)), plan)
+            places = await asyncio.gather(*(keeper.where.remote() for keeper in keepers))
+        kind = RayRanks if plan.has_distant_ranks else RayGroup
+        return kind([KeeperHandle(keeper) for keeper in keepers], places, plan)
 
     async def release(self, name: str) -> None:
         with in_our_words():

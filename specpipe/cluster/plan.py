@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from specpipe.cluster.config import DEMO, ClusterConfig, Placement
+from specpipe.config import RANK_TOKEN_VARIABLE
 from specpipe.launcher.plan import (
     COORDINATOR,
     DRAFT_WORKER,
@@ -33,7 +34,8 @@ ROLES: Final = (TARGET_WORKER, DRAFT_WORKER, COORDINATOR)  # in the order of sta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """One worker or coordinator: bundles that Ray places together, and the process that runs in the first."""
+    """One worker or coordinator: bundles that Ray places together, and the process that runs in the first of them, or
+    in each (then without what tells its ranks from one another)."""
 
     process: ProcessSpec
     bundles: tuple[Mapping[str, float], ...]  # Ray's names ("CPU", "GPU", ...) and amounts; one a rank
@@ -43,12 +45,26 @@ class GroupPlan:
     def role(self) -> str:
         return self.process.role
 
+    @property
+    def has_distant_ranks(self) -> bool:
+        """Each bundle has a rank's process: they may be on several nodes. Else the first starts all of them."""
+        return len(self.bundles) > 1 and self.placement != "STRICT_PACK"
+
 
 def plan_group(config: ClusterConfig, role: str) -> GroupPlan:
     """What each worker or coordinator of a role is."""
     if role == COORDINATOR:
         return _plan_coordinator(config)
     return _plan_target(config) if role == TARGET_WORKER else _plan_draft(config)
+
+
+def rank_process(process: ProcessSpec, rank: int, rendezvous: str, token: str) -> ProcessSpec:
+    """One rank of several nodes. `rendezvous`: where rank 0 listens, HOST:PORT. `token`: the group's secret."""
+    return replace(
+        process,
+        arguments=(*process.arguments, "--rank", str(rank), "--rendezvous", rendezvous),
+        environment=(*process.environment, (RANK_TOKEN_VARIABLE, token)),
+    )
 
 
 def counts_at_start(config: ClusterConfig) -> dict[str, int]:

@@ -8,8 +8,9 @@ import pytest
 
 from specpipe.cluster.config import ClusterConfig
 from specpipe.cluster.connection import local_options
-from specpipe.cluster.plan import GroupPlan, counts_at_start, plan_group
+from specpipe.cluster.plan import GroupPlan, counts_at_start, plan_group, rank_process
 from specpipe.cluster.reading import fill_cluster
+from specpipe.config import RANK_TOKEN_VARIABLE
 from specpipe.launcher.plan import COORDINATOR, DRAFT_WORKER, TARGET_WORKER
 
 
@@ -27,6 +28,30 @@ def test_a_target_worker_is_a_bundle_for_each_rank_in_one_place() -> None:
     assert plan.bundles == ({"CPU": 2.0, "GPU": 1.0},) * 4
     assert plan.placement == "STRICT_PACK"
     assert (flag(plan, "--tensor-parallel-size"), flag(plan, "--device")) == ("4", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("placement", "size", "is_distant"),
+    [
+        ("STRICT_PACK", 4, False),
+        ("PACK", 4, True),
+        ("SPREAD", 2, True),
+        ("STRICT_SPREAD", 2, True),
+        ("SPREAD", 1, False),
+    ],
+)
+def test_ranks_that_may_be_on_several_nodes_are_a_process_each(placement: str, size: int, is_distant: bool) -> None:
+    plan = plan_group(config(target_workers={"tensor_parallel_size": size, "placement": placement}), TARGET_WORKER)
+    assert plan.has_distant_ranks == is_distant
+    assert len(plan.bundles) == size
+
+
+def test_ranks_are_one_command_line_but_for_their_number_and_the_secret_is_on_none() -> None:
+    plan = plan_group(config(target_workers={"tensor_parallel_size": 2, "placement": "SPREAD"}), TARGET_WORKER)
+    first, second = (rank_process(plan.process, rank, "10.0.0.1:6003", "a secret of them") for rank in range(2))
+    assert first.arguments[:-4] == second.arguments[:-4] == plan.process.arguments
+    assert second.arguments[-4:] == ("--rank", "1", "--rendezvous", "10.0.0.1:6003")
+    assert first.environment == second.environment == ((RANK_TOKEN_VARIABLE, "a secret of them"),)
 
 
 def test_draft_workers_may_share_a_gpu() -> None:

@@ -128,7 +128,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[LocalCluster]:
     file = folder / "cluster.yaml"
-    file.write_text("name: test\ngrace_s: 2\ntarget_workers: {tensor_parallel_size: 2}\n")
+    file.write_text("name: test\ngrace_s: 2\ntarget_workers: {tensor_parallel_size: 2, placement: SPREAD}\n")
     env = {name: value for name, value in environment().items() if not name.startswith("RAY_")}
     env |= {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     inside = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]

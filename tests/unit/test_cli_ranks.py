@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from specpipe.cli.app import run
-from specpipe.cli.services import RANK_TOKEN_VARIABLE, TargetFlags, rendezvous_config
-from specpipe.config import RendezvousConfig
+from specpipe.cli.services import TargetFlags, rendezvous_config
+from specpipe.config import RANK_TOKEN_VARIABLE, RendezvousConfig
 
 TOKEN = "a secret of this group"
 TWO = ("--tensor-parallel-size", "2")
