@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
+import stat
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 DNS: Final = "dns:"
 FILE: Final = "file:"
 READ_EVERY_S: Final = 0.5  # how often a file is read: that costs nothing
+MAX_WORKERS: Final = 1000  # of one name: each is dialled for ever
+MAX_FILE_BYTES: Final = 1024 * 1024
+MAX_SHOWN: Final = 60  # characters of a line
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) -> addresses HOST:PORT. Raises OSError."""
@@ -84,12 +90,10 @@ class FileLook:
         return str(self.path)
 
     async def find(self, resolve: Resolve) -> Sequence[str]:  # noqa: ARG002 - a file asks nobody
-        try:
-            lines = [line.strip() for line in (await asyncio.to_thread(self.path.read_text)).splitlines()]
-        except UnicodeDecodeError:
-            raise OSError("it is no text") from None
+        text = await asyncio.to_thread(_read_text, self.path)
+        lines = [line.strip() for line in text.splitlines()]
         if wrong := next((line for line in lines if line and not _is_address(line)), None):
-            raise OSError(f"{wrong!r} is not HOST:PORT")
+            raise OSError(f"{wrong[:MAX_SHOWN]!r} is not HOST:PORT")
         return [line for line in lines if line]
 
 
@@ -108,6 +112,8 @@ class Name:
         shown = self._look.shown
         try:
             found = tuple(dict.fromkeys(await self._look.find(resolve)))
+            if len(found) > MAX_WORKERS:
+                raise OSError(f"{len(found)} workers are more than {MAX_WORKERS}")
         except OSError as error:
             self._note(f"{shown} is not resolved ({error.strerror or error}): what it stood for before is kept")
             return Change()
@@ -138,8 +144,22 @@ def is_name(source: str) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal()
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match["port"]) < 2**16
+
+
+def _read_text(path: Path) -> str:
+    """NOTE: a pipe or a device may never end, or never begin: nobody would get the thread back that reads it."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no file")
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise OSError(f"it is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise OSError("it is no text") from None
 
 
 async def resolve_name(host: str, port: int) -> list[str]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from coordinator.discovery import Name, Resolve, is_name, resolve_name
+from coordinator.discovery import Change, Name, Resolve, is_name, resolve_name
 from coordinator.events import Kind
 from coordinator.fit import Fit
 from coordinator.pools import Backoff, Connection, Link, Pool
@@ -71,7 +71,9 @@ class WorkerLinks:
         self._addresses = {kind: [s for s in dict.fromkeys(given) if not is_name(s)] for kind, given in sources.items()}
         self._names = {kind: [Name(s) for s in dict.fromkeys(given) if is_name(s)] for kind, given in sources.items()}
         self._workers = {(kind, address): None for kind in Kind for address in self._addresses[kind]}  # in order
-        self._leaving: set[tuple[Kind, str]] = set()  # still dialled, but their name stands for them no longer
+        self._named: dict[tuple[Kind, str], set[str]] = {}  # names that stand for each, while it is dialled for them
+        self._leaving: set[tuple[Kind, str]] = set()  # still dialled, but no name stands for them any longer
+        self._dials: dict[tuple[Kind, str], asyncio.Task[None]] = {}  # of those that names stand for
         self._settings = settings
         self._connect = connect
         self._owner = owner
@@ -138,6 +140,7 @@ class WorkerLinks:
     def watch(self, connection: Connection, passed_s: float) -> None:
         """Time has passed in which the coordinator itself was at work: count the silence."""
         connection.silent_s += passed_s
+        connection.count_others()
         step_s = connection.link.heartbeat.step_running_ms / 1000
         hangs = step_s > self._settings.suspect_step_s(connection.kind)
         connection.is_suspect = hangs or connection.silent_s > self._settings.suspect_after_s
@@ -154,38 +157,46 @@ class WorkerLinks:
 
     async def _follow(self, group: asyncio.TaskGroup, kind: Kind, name: Name, answered: asyncio.Future[None]) -> None:
         """Dial whatever the name stands for, for ever. What it stood for once is left when it has no sessions."""
-        dials: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 change = await name.ask(self._resolve)
-                self._mark_leaving(kind, change.removed, is_leaving=True)
-                self._mark_leaving(kind, change.added, is_leaving=False)
+                self._note_names(kind, name, change)
                 for address in change.added:
-                    if address not in dials and address not in self._addresses[kind]:
-                        dials[address] = self._dial(group, kind, address)
-                for address in [a for a in dials if (kind, a) in self._leaving and not self._has_sessions(kind, a)]:
-                    self._forget(kind, address, dials.pop(address))
+                    if (kind, address) not in self._workers:
+                        self._dials[kind, address] = self._dial(group, kind, address)
+                for address in [at for of, at in self._leaving if of is kind and not self._has_sessions(kind, at)]:
+                    self._forget(kind, address)
                 if not answered.done():
                     answered.set_result(None)
                 await asyncio.sleep(name.next_ask_s(self._settings.resolve_every_s))
         finally:
-            for task in dials.values():
+            for task in self._dials.values():
                 task.cancel()
 
-    def _mark_leaving(self, kind: Kind, addresses: Iterable[str], *, is_leaving: bool) -> None:
-        for address in addresses:
-            if address in self._addresses[kind]:
-                continue  # named for itself too
-            (self._leaving.add if is_leaving else self._leaving.discard)((kind, address))
-            logger.info("%s worker %s %s", kind.value, address, "is leaving" if is_leaving else "is found")
+    def _note_names(self, kind: Kind, name: Name, change: Change) -> None:
+        """A worker is found when the first name stands for it, and leaves when none does."""
+        given = self._addresses[kind]  # those that are named for themselves are neither
+        for address in (a for a in change.added if a not in given):
+            names = self._named.setdefault((kind, address), set())
+            if not names:
+                self._leaving.discard((kind, address))
+                logger.info("%s worker %s is found", kind.value, address)
+            names.add(name.source)
+        for address in (a for a in change.removed if a not in given):
+            names = self._named[kind, address]
+            names.discard(name.source)
+            if not names:
+                self._leaving.add((kind, address))
+                logger.info("%s worker %s is leaving", kind.value, address)
         for connection in self.pools[kind]:
             connection.is_leaving = (kind, connection.address) in self._leaving
 
     def _has_sessions(self, kind: Kind, address: str) -> bool:
         return any(connection.sessions for connection in self.pools[kind] if connection.address == address)
 
-    def _forget(self, kind: Kind, address: str, task: asyncio.Task[None]) -> None:
-        task.cancel()
+    def _forget(self, kind: Kind, address: str) -> None:
+        self._dials.pop((kind, address)).cancel()
+        del self._named[kind, address]
         self._leaving.discard((kind, address))
         self._problems.pop((kind, address), None)
         self._note_first_try(kind, address, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,10 @@ class Book:
     """A resolver that a test writes."""
 
     found: dict[str, list[str]] = field(default_factory=dict)
+    num_asked: Counter[str] = field(default_factory=Counter)
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
+        self.num_asked[host] += 1
         if host not in self.found:
             raise OSError(-2, "Name or service not known")
         return list(self.found[host])
@@ -132,3 +135,29 @@ async def test_a_name_that_flaps_costs_no_answer(num_flaps: int) -> None:
             book.found["targets"] = [both[i % 2]]
             await wait_until(lambda i=i: both[i % 2] in connected(service, Kind.TARGET))
         assert {tuple(answer.token_ids) for answer in await asyncio.gather(*answers)} == {tuple(expected)}
+
+
+async def test_an_address_that_two_names_stand_for_is_one_worker_until_neither_does() -> None:
+    targets = [Worker("target", target_model()) for _ in range(2)]
+    book = Book()
+    names = {"targets": ("dns:a:1", "dns:b:1"), "drafts": ()}
+
+    def write() -> None:
+        book.found = {"a": [worker.address for worker in targets], "b": [targets[0].address]}
+
+    async with cluster(targets, [], settings=SETTINGS, resolve=book, names=names, on_started=write) as service:
+        both = {worker.address for worker in targets}
+        await wait_until(lambda: connected(service, Kind.TARGET) == both)
+        assert len(service.coordinator.pools[Kind.TARGET]) == 2, "one connection each"
+        expected = await plain(service)
+        book.found["b"] = []
+        await wait_until(lambda: book.num_asked["b"] > 0)
+        book.num_asked.clear()
+        await wait_until(lambda: book.num_asked["a"] > 2 and book.num_asked["b"] > 2)
+        assert connected(service, Kind.TARGET) == both, "the other name stands for it"
+        book.found = {"a": [targets[1].address], "b": [targets[1].address]}
+        await wait_until(lambda: connected(service, Kind.TARGET) == {targets[1].address})
+        book.found = {"a": [targets[0].address], "b": [targets[0].address]}
+        await wait_until(lambda: connected(service, Kind.TARGET) == {targets[0].address})
+        assert service.coordinator.workers == [(Kind.TARGET, targets[0].address)]
+        assert await plain(service) == expected

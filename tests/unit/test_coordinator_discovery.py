@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections.abc import Sequence
@@ -99,7 +100,23 @@ async def test_a_file_stands_for_a_worker_in_each_line_and_is_read_again(tmp_pat
     assert name.next_ask_s(5.0) < 5.0, "a file is read more often than a name is resolved"
 
 
-@pytest.mark.parametrize("content", [None, b"no address\n", b"\xff\xfe"])
+WRONG_FILES = {
+    "gone": None,
+    "a word": b"no address\n",
+    "no text": b"\xff\xfe",
+    "a line cut before its port": b"10.0.0.2:6001\n10.0.0.3:",
+    "a port that there is not": b"10.0.0.2:99999\n",
+    "port 0": b"10.0.0.2:0\n",
+    "a port in other digits": "10.0.0.2:٣\n".encode(),
+    "a URL": b"http://10.0.0.2:6001\n",
+    "two on a line": b"10.0.0.2:6001 10.0.0.3:6001\n",
+    "IPv6 without brackets": b"fd00::7:6001\n",
+    "too many": b"".join(b"10.0.%d.%d:6001\n" % (i // 256, i % 256) for i in range(10_000)),
+    "too large": b"10.0.0.2:6001\n" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", WRONG_FILES.values(), ids=WRONG_FILES)
 async def test_a_file_that_lists_no_workers_takes_none_away(
     tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +129,21 @@ async def test_a_file_that_lists_no_workers_takes_none_away(
     assert name.addresses == ("10.0.0.1:6001",)
     assert len(caplog.records) == 1
     assert "what it stood for before is kept" in caplog.text
+
+
+async def test_a_pipe_is_no_list_of_workers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody writes to it: who opens it waits for ever, and holds up the end of the process."""
+    os.mkfifo(tmp_path / "pipe")
+    assert await Name(f"file:{tmp_path / 'pipe'}").ask(Resolver()) == Change()
+    assert await Name(f"file:{tmp_path}").ask(Resolver()) == Change()
+    assert [record.message.count("it is no file") for record in caplog.records] == [1, 1]
+
+
+async def test_addresses_of_all_kinds_are_taken_once_each(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    path.write_text("[fd00::7]:6001\r\n  host.example.:6001\n[fe80::1%eth0]:6001\n[fd00::7]:6001\nworker-0:1\n")
+    added = (await Name(f"file:{path}").ask(Resolver())).added
+    assert added == ("[fd00::7]:6001", "host.example.:6001", "[fe80::1%eth0]:6001", "worker-0:1")
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 70, "."])

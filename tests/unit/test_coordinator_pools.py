@@ -49,6 +49,21 @@ def test_the_least_loaded_worker_with_room_takes_the_session() -> None:
     assert placed(connection(1, 0, avoided_until_ms=1000.0), connection(2, 3)) == 1
 
 
+def test_sessions_of_other_coordinators_are_load_too() -> None:
+    busy, idle = connection(1, 1), connection(2, 2)
+    busy.link.heartbeat = Heartbeat(num_sessions=4)
+    assert placed(busy, idle) == 1
+    for made in (busy, idle):
+        made.count_others()
+    assert placed(busy, idle) == 2
+    busy.sessions.update(range(10, 15))  # opened since: no heartbeat has counted them
+    busy.count_others()
+    assert busy.candidate.num_sessions == 9
+    busy.link.heartbeat = Heartbeat(num_sessions=5)  # one of ours has not arrived there yet
+    busy.count_others()
+    assert busy.candidate.num_sessions == 6
+
+
 def test_a_worker_that_says_it_drains_gets_nothing_whatever_it_has_refused() -> None:
     draining = connection(1, 0)
     draining.link.heartbeat = Heartbeat(is_draining=True)
