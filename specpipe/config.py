@@ -19,12 +19,14 @@ TraceLevel = Literal["off", "request", "round", "debug"]
 TRACE_LEVELS: Final[tuple[str, ...]] = get_args(TraceLevel)
 
 
-def check_counts(config: Any, *names: str, least: int = 1) -> None:
-    """Raise ConfigError, naming the field, for one that is given and below `least`."""
+def check_counts(config: Any, *names: str, least: int = 1, most: int | None = None) -> None:
+    """Raise ConfigError, naming the field, for one that is given and below `least` or above `most`."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
+        if value is not None and most is not None and value > most:
+            raise ConfigError(f"{name} must be at most {most}, got {value}")
 
 
 def check_k(num_speculative_tokens: int | None) -> None:

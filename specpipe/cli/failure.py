@@ -11,6 +11,7 @@ from typing import Final
 
 from specpipe.errors import InvalidRequestError, ModelMismatchError, SpecpipeError, UnsupportedModelError
 from specpipe.launcher.child import ERROR_PREFIX
+from specpipe.telemetry.logs import visible
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -27,11 +28,11 @@ def exit_code_of(error: SpecpipeError) -> int:
 
 def say_error(message: str) -> None:
     """One line, whatever the message holds."""
-    sys.stderr.write(f"{ERROR_PREFIX}{' '.join(message.split())}\n")
+    sys.stderr.write(f"{ERROR_PREFIX}{visible(' '.join(message.split()))}\n")
     sys.stderr.flush()
 
 
 def say_note(message: str) -> None:
     """Something to know that is no failure."""
-    sys.stderr.write(f"note: {message}\n")
+    sys.stderr.write(f"note: {visible(message)}\n")
     sys.stderr.flush()

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from specpipe.config import check_counts
 from specpipe.errors import ConfigError
+
+MAX_COUNT: Final = 1000  # of processes of a kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +200,8 @@ def _changed(memory: Memory, now_s: float) -> Memory:
 def _check_bounds(least: int, most: int) -> None:
     if not 0 <= least <= most:
         raise ConfigError(f"min must be from 0 to max, got {least} and {most}")
+    if most > MAX_COUNT:
+        raise ConfigError(f"max must be at most {MAX_COUNT}, got {most}")
 
 
 def _check_shares(config: DraftBounds | TargetBounds, *names: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from specpipe.cluster.autoscale import AutoscaleConfig
+from specpipe.cluster.autoscale import MAX_COUNT, AutoscaleConfig
 from specpipe.config import TelemetryConfig, TlsConfig, check_counts, check_k, check_port_number
 from specpipe.errors import ConfigError
 from specpipe.launcher.plan import NGRAM, NONE
@@ -21,6 +21,7 @@ from specpipe.types import Mode, Rule
 
 DEMO: Final = "demo"  # a model of the demo pair, wherever a node has specpipe
 LOCAL: Final = "local"
+MAX_AMOUNT: Final = 1e6  # of a resource: Ray counts in ten-thousandths, in 64 bits
 
 Placement = Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"]
 
@@ -97,7 +98,7 @@ class CoordinatorsConfig:
     metrics_port: int = 0  # of /metrics; 0: a free one
 
     def __post_init__(self) -> None:
-        check_counts(self, "count")
+        check_counts(self, "count", most=MAX_COUNT)
         for name in ("port", "http_port", "metrics_port"):
             check_port_number(name, getattr(self, name))
         check_resources(self.cpus, 0, self.resources)
@@ -113,7 +114,7 @@ class TargetWorkersConfig:
     placement: Placement = "STRICT_PACK"  # of the ranks: on one node, where they share memory; others: over the network
 
     def __post_init__(self) -> None:
-        check_counts(self, "count", "tensor_parallel_size")
+        check_counts(self, "count", "tensor_parallel_size", most=MAX_COUNT)
         check_resources(self.cpus, self.gpus, self.resources)
         if self.tensor_parallel_size > 1 and self.gpus not in (0, 1):
             raise ConfigError(f"gpus must be 0 or 1 where there are several ranks: each has its own; got {self.gpus:g}")
@@ -127,7 +128,7 @@ class DraftWorkersConfig:
     resources: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_counts(self, "count", least=0)
+        check_counts(self, "count", least=0, most=MAX_COUNT)
         check_resources(self.cpus, self.gpus, self.resources)
 
 
@@ -187,9 +188,10 @@ class ClusterConfig:
 
 def check_resources(cpus: float, gpus: float, others: Mapping[str, float]) -> None:
     """Raises ConfigError for what Ray could not give."""
-    for name, amount in {"cpus": cpus, "gpus": gpus, **others}.items():
-        if not 0 <= amount < math.inf:
-            raise ConfigError(f"{name} must be at least 0, got {amount:g}")
+    named = {f"resources.{name}": amount for name, amount in others.items()}
+    for name, amount in {"cpus": cpus, "gpus": gpus, **named}.items():
+        if not 0 <= amount <= MAX_AMOUNT:
+            raise ConfigError(f"{name} must be from 0 to {MAX_AMOUNT:.0f}, got {amount:g}")
     if cpus == 0 and gpus == 0:
         raise ConfigError("cpus must be more than 0 where there are no gpus")
     if gpus > 1 and gpus != int(gpus):

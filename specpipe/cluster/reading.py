@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 from specpipe.cluster.config import ClusterConfig
 from specpipe.errors import ConfigError
 
+MAX_SHOWN: Final = 60  # characters of what stands in the file
+_REPR: Final = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 2, MAX_SHOWN, MAX_SHOWN
 NEEDS_EXTRA: Final = "{name} is not installed, and `specpipe {command}` needs it: pip install 'specpipe[ray]'"
 
 
@@ -26,12 +31,33 @@ def read_cluster(path: Path, command: str = "up") -> ClusterConfig:
     except ImportError:
         raise ConfigError(NEEDS_EXTRA.format(name="PyYAML", command=command)) from None
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that cannot be one, bytes
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     return fill_cluster(content, str(path))
+
+
+def _loader() -> type[Any]:
+    """YAML's safe loader, which takes the last of several values of a key; this one refuses them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys: list[Any] = []
+            for key_node, _ in node.value:
+                key = key_node.value
+                if key in keys:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{_shown(key)} is given twice", key_node.start_mark
+                    )
+                keys.append(key)
+            return super().construct_mapping(node, deep=deep)
+
+    return Loader
 
 
 def fill_cluster(content: Any, file: str) -> ClusterConfig:
@@ -49,7 +75,7 @@ def _fill(kind: type[Any], content: Any, file: str, path: str) -> Any:
     known = [f.name for f in fields(kind) if f.init]
     for key in content:
         if key not in known:
-            raise ConfigError(f"{file}: {path}{key} is not known{_suggestion(str(key), known)}")
+            raise ConfigError(f"{file}: {path}{_named(key)} is not known{_suggestion(str(key), known)}")
     values = {key: _value(hints[key], value, file, f"{path}{key}") for key, value in content.items()}
     try:
         return kind(**values)
@@ -78,7 +104,10 @@ def _value(annotation: Any, value: Any, file: str, path: str) -> Any:
 def _amounts(value: Any, file: str, path: str) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{file}: {path} must hold names and amounts, got {_shown(value)}")
-    return {str(name): _scalar(float, amount, file, f"{path}.{name}") for name, amount in value.items()}
+    for name in value:
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(f"{file}: {path} must hold names and amounts, got the name {_shown(name)}")
+    return {name: _scalar(float, amount, file, f"{path}.{_named(name)}") for name, amount in value.items()}
 
 
 def _scalar(kind: Any, value: Any, file: str, path: str) -> Any:
@@ -105,19 +134,30 @@ def _one_of(choices: Any) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def _named(key: Any) -> str:
+    """A key as its file has it, unless that is not to be shown."""
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= MAX_SHOWN else _shown(key)
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    """In a line, however much it is: a few lines of YAML may stand for more than fits into memory."""
+    text = _REPR.repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(value: Any) -> Any:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return MISSING
+    try:
+        return float(value) if math.isfinite(value) else MISSING
+    except OverflowError:
+        return MISSING
 
 
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
     str: lambda value: value if isinstance(value, str) else MISSING,
     bool: lambda value: value if isinstance(value, bool) else MISSING,
     int: lambda value: value if isinstance(value, int) and not isinstance(value, bool) else MISSING,
-    float: lambda value: float(value) if _is_number(value) else MISSING,
+    float: _number,
 }
 _WANTED: Final = {str: "a text", bool: "true or false", int: "an integer", float: "a number"}

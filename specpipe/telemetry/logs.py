@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from specpipe.errors import ConfigError
 
@@ -51,12 +51,17 @@ class _Formatter(logging.Formatter):
     """A message is one line without control characters: it may hold what a client or a peer has sent."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _visible(record.getMessage()) if hasattr(record, "is_forwarded") else super().format(record)
+        return visible(record.getMessage()) if hasattr(record, "is_forwarded") else super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        record.message = _visible(record.message)
+        record.message = visible(record.message)
         return super().formatMessage(record)
 
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        """No line of a trace looks like a record, whatever an error says."""
+        return "\n".join(f"    {visible(line)}" for line in super().formatException(ei).splitlines())
 
-def _visible(text: str) -> str:
+
+def visible(text: str) -> str:
+    """Without control characters, line ends among them: they stand there as \\n and the like."""
     return text.translate(_ESCAPES)

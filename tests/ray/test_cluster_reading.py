@@ -92,6 +92,23 @@ def test_every_section_is_read(tmp_path: Path) -> None:
         ("{models: {draft: ngram}, autoscale: {draft_workers: {}}}", "autoscale.draft_workers: nothing drafts"),
         ("name: 'a/b'", "name must be of letters"),
         ("tls: {cert: a}", "tls.tls_cert and tls_key are given together"),
+        ("name: a\nname: b", "'name' is given twice"),
+        ("coordinators: {count: 1, count: 2}", "'count' is given twice"),
+        ("name: " + 5000 * "[" + 5000 * "]", "nested too deeply"),
+        ("coordinators: {count: " + 6000 * "9" + "}", "is not YAML: Exceeds the limit"),
+        ("name: 2020-99-99", "is not YAML: month must be in 1..12"),
+        ("grace_s: .nan", "grace_s must be a number, got nan"),
+        ("grace_s: -.inf", "grace_s must be a number, got -inf"),
+        ("coordinators: {cpus: " + 400 * "9" + "}", "coordinators.cpus must be a number, got 999"),
+        ("coordinators: {cpus: 1.0e+300}", "coordinators.cpus must be from 0 to 1000000, got 1e+300"),
+        ("draft_workers: {count: 1000000000000}", "draft_workers.count must be at most 1000, got 1000000000000"),
+        ("target_workers: {tensor_parallel_size: 5000}", "tensor_parallel_size must be at most 1000, got 5000"),
+        ("autoscale: {target_workers: {max: 1000000}}", "autoscale.target_workers.max must be at most 1000"),
+        ("coordinators: {resources: {A: -1}}", "coordinators.resources.A must be from 0 to 1000000, got -1"),
+        ("coordinators: {resources: {5: 1}}", "coordinators.resources must hold names and amounts, got the name 5"),
+        ("coordinators: {resources: {'': 1}}", "coordinators.resources must hold names and amounts, got the name ''"),
+        ('"na\\e[31mme": 1', r"'na\x1b[31mme' is not known"),
+        (f"{1000 * 'x'}: 1", "xxx...xxx"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(text: str, said: str, tmp_path: Path) -> None:
@@ -115,3 +132,16 @@ def test_several_ranks_have_a_whole_gpu_each() -> None:
 def test_a_file_that_is_not_there_is_said_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_cluster(tmp_path / "cluster.yaml")
+
+
+def test_a_few_lines_that_stand_for_more_than_fits_into_memory_are_refused_in_one(tmp_path: Path) -> None:
+    levels = [f"&a0 [{', '.join(9 * 'x')}]", *(f"&a{i} [{', '.join(9 * [f'*a{i - 1}'])}]" for i in range(1, 12))]
+    with pytest.raises(ConfigError) as caught:
+        read(f"name: [{', '.join(levels)}]", tmp_path)
+    assert len(str(caught.value)) < 300
+
+
+def test_what_one_key_has_another_may_have_too(tmp_path: Path) -> None:
+    config = read("coordinators: &both {cpus: 2, resources: {A: 1}}\ndraft_workers: {<<: *both, cpus: 3}", tmp_path)
+    assert config.draft_workers.resources == config.coordinators.resources == {"A": 1.0}
+    assert (config.coordinators.cpus, config.draft_workers.cpus) == (2, 3)

@@ -48,3 +48,16 @@ def test_what_a_client_sent_is_part_of_one_line_and_moves_no_cursor(extra: dict[
         logging.getLogger("service").info("request %s ends", sent, extra=extra)
     [line] = stderr.getvalue().splitlines()
     assert line.endswith("x\\nerror: no \\x1b[2J\\r\\u202egnp\\u2028 but\tthis, é and 中 stay ends")
+
+
+def test_no_line_of_a_trace_passes_for_one_of_the_log() -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        configure_logging("info")
+        try:
+            raise RuntimeError("bad\nerror: forged\r12:00:00 INFO a: forged \x1b[2J")
+        except RuntimeError:
+            logging.getLogger("service").exception("it failed")
+    first, *trace = stderr.getvalue().splitlines()
+    assert first.endswith("ERROR service: it failed")
+    assert all(line.startswith("    ") for line in trace)
+    assert trace[-3:] == ["    RuntimeError: bad", "    error: forged", r"    12:00:00 INFO a: forged \x1b[2J"]
