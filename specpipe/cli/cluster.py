@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -22,7 +23,7 @@ from specpipe.cli.flags import ServiceFlags, option, takes_flags
 from specpipe.cli.models import resolve_models
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.cluster.config import DEMO, ClusterConfig
-from specpipe.cluster.connection import check_ray, existing_ray, new_ray, wait_local_end
+from specpipe.cluster.connection import HasEnded, check_ray, existing_ray, new_ray, wait_local_end
 from specpipe.cluster.reading import read_cluster
 from specpipe.cluster.service import ClusterStatus
 from specpipe.errors import ConfigError, WorkerUnavailableError
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
     from specpipe.cluster.on_ray import ControllerHandle
 
 PROGRESS_EVERY_S: Final = 5.0
+LOOK_EVERY_S: Final = 1.0  # whether a local Ray is there
 STATUS_TIMEOUT_S: Final = 60.0
 END_PATIENCE_S: Final = 60.0  # beyond two graces, of an end in order
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +71,8 @@ def up(file: ClusterFile, *, own: UpFlags) -> int:
     if config.ray.is_local:
         check_models(config)
     check_ray("up")
-    with new_ray(config):
-        return run_with_signals(lambda signals: _up(config, own, signals), terminated=EXIT_TERMINATED)
+    with new_ray(config) as has_ended:
+        return run_with_signals(lambda signals: _up(config, own, signals, has_ended), terminated=EXIT_TERMINATED)
 
 
 @takes_flags(own=StatusFlags)
@@ -104,19 +108,32 @@ def check_models(config: ClusterConfig) -> None:
     resolve_models(flags, is_drafting=config.is_drafting)
 
 
-async def _up(config: ClusterConfig, own: UpFlags, signals: Signals) -> int:
+async def _up(config: ClusterConfig, own: UpFlags, signals: Signals, has_ended: HasEnded) -> int:
     from specpipe.cluster.on_ray import ControllerHandle
 
     handle = ControllerHandle.create(config)
     is_staying = False
     try:
-        ready = await _ready(handle, own.timeout)
+        ready = await _unless_ended(_ready(handle, own.timeout), has_ended)
         write_status(ready, is_json=own.json)
         is_staying = not config.ray.is_local
-        return EXIT_OK if is_staying else await _until_ended(handle, signals)
+        return EXIT_OK if is_staying else await _unless_ended(_until_ended(handle, signals), has_ended)
     finally:
-        if not is_staying:
+        if not is_staying and not has_ended():
             await _take_down(config)
+
+
+async def _unless_ended(work: Coroutine[Any, Any, T], has_ended: HasEnded) -> T:
+    """The work's result. Raises WorkerUnavailableError if its Ray ends first: whoever asks it anything would wait."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=LOOK_EVERY_S))[0]:
+            if has_ended():
+                raise WorkerUnavailableError("the local Ray has ended by itself, and all that ran on it: `up` again")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _ready(handle: ControllerHandle, timeout_s: float) -> ClusterStatus:
@@ -126,8 +143,9 @@ async def _ready(handle: ControllerHandle, timeout_s: float) -> ClusterStatus:
     try:
         async with asyncio.timeout(timeout_s):
             while not (await asyncio.wait([ready], timeout=PROGRESS_EVERY_S))[0]:
-                waiting = waiting_lines(await handle.status())
-                logger.info("%s", "; ".join(waiting) or "the service begins")
+                before, waiting = waiting, waiting_lines(await handle.status())
+                if waiting != before:
+                    logger.info("%s", "; ".join(waiting) or "the service begins")
         return ready.result()
     except TimeoutError:
         raise WorkerUnavailableError(f"not ready after {timeout_s:g} s: {'; '.join(waiting)}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from specpipe.cluster.health import Health
 from specpipe.cluster.keeper import Ended, Started
 from specpipe.cluster.plan import GroupPlan
 from specpipe.errors import WorkerUnavailableError
@@ -33,7 +34,11 @@ class Group(Protocol):
         ...
 
     async def wait(self) -> Ended:
-        """Returns when the process has ended. A group of which anything else is lost raises at once."""
+        """Returns when the process has ended, by us if it hung. A group that has lost anything else raises at once."""
+        ...
+
+    async def health(self, known: Health) -> Health:
+        """Of the process, as soon as it is not `known`."""
         ...
 
     async def stop(self, grace_s: float) -> None:

@@ -12,10 +12,13 @@ import json
 import logging
 import math
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Final
 
@@ -27,9 +30,14 @@ from specpipe.errors import ConfigError, WorkerUnavailableError
 
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024  # of a local Ray, about the least that it takes; nothing of ours is in it
+DIAL_TIMEOUT_S: Final = 2.0
 END_TIMEOUT_S: Final = 30.0
+POLL_S: Final = 0.05
 NUM_TRIES: Final = 3  # of a local Ray to start
 AUTH_MODE: Final = "RAY_AUTH_MODE"
+
+HasEnded = Callable[[], bool]
+"""Whether a Ray has ended by itself; of one that is not ours nobody knows."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +59,18 @@ def check_ray(command: str) -> None:
 
 
 @contextlib.contextmanager
-def new_ray(config: ClusterConfig) -> Iterator[None]:
+def new_ray(config: ClusterConfig) -> Iterator[HasEnded]:
     """What `up` is connected to inside. A local Ray is begun here and ended here."""
     if not config.ray.is_local:
         with _dialled(config, config.ray.address):
-            yield
+            yield lambda: False
         return
     with LocalPlace(config.name).held() as place:
         logger.info("a Ray is begun on this machine")
-        with _local_head(config) as local:
-            tell(place, local)
-            with _dialled_local(config, local):
-                yield
+        with _local_head(config) as head:
+            tell(place, head.local)
+            with _dialled_local(config, head.local):
+                yield lambda: _is_over(head.process)
 
 
 @contextlib.contextmanager
@@ -72,7 +80,9 @@ def existing_ray(config: ClusterConfig) -> Iterator[None]:
         with _dialled(config, config.ray.address):
             yield
         return
-    with _dialled_local(config, LocalPlace(config.name).find()):
+    local = LocalPlace(config.name).find()
+    _check_answers(local)
+    with _dialled_local(config, local):
         yield
 
 
@@ -80,6 +90,15 @@ def wait_local_end(config: ClusterConfig, patience_s: float) -> None:
     """After a service was taken down: until the `up` of its local Ray has ended too, if it has one."""
     if config.ray.is_local and not LocalPlace(config.name).wait_free(patience_s):
         raise WorkerUnavailableError(f"the `specpipe up` of {config.name} has not ended after {patience_s:.0f} s")
+
+
+def _check_answers(local: LocalRay) -> None:
+    """NOTE: Ray itself would dial one that is not there for minutes."""
+    host, _, port = local.address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=DIAL_TIMEOUT_S).close()
+    except OSError:
+        raise WorkerUnavailableError(f"Ray at {local.address} does not answer") from None
 
 
 @contextlib.contextmanager
@@ -107,11 +126,11 @@ def _dialled(config: ClusterConfig, address: str, **options: Any) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _local_head(config: ClusterConfig) -> Iterator[LocalRay]:
+def _local_head(config: ClusterConfig) -> Iterator[Head]:
     """A Ray on loopback alone. Nothing of it is left after the block."""
     head = _start_head(local_options(config))
     try:
-        yield head.local
+        yield head
     finally:
         _end(head.process, head.life_fd)
 
@@ -167,13 +186,21 @@ def _heard(ready: IO[str], log: IO[bytes]) -> LocalRay:
 
 
 def _end(process: subprocess.Popen[bytes], life_fd: int) -> None:
+    """NOTE: what Ray has started notices within a minute that all is over; it is in the head's process group."""
     os.close(life_fd)
-    try:
-        process.wait(END_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
+    give_up_at = time.monotonic() + END_TIMEOUT_S
+    while not _is_over(process) and time.monotonic() < give_up_at:
+        time.sleep(POLL_S)
+    if not _is_over(process):
         logger.warning("the local Ray did not end in %.0f s: killed", END_TIMEOUT_S)
-        process.kill()
-        process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _is_over(process: subprocess.Popen[bytes]) -> bool:
+    """Its id, and so its group's, stays its own."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def local_options(config: ClusterConfig) -> dict[str, Any]:

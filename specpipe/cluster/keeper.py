@@ -1,13 +1,14 @@
 """One actor's work: it holds a bundle, and the first of a group starts, watches and ends the group's process there.
 
-Owns: what only the node knows (address, folders, GPUs), the files that list workers to a coordinator, exit reasons.
-Must not know: Ray, the other groups, when to start again.
+Owns: what only the node knows (address, folders, GPUs), the files that list workers to a coordinator, exit reasons, the
+end of a process that hangs. Must not know: Ray, the other groups, when to start again.
 A process ends with its keeper: see `specpipe.launcher.child`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import tempfile
@@ -17,12 +18,15 @@ from pathlib import Path
 from typing import Final
 
 from specpipe import demo
+from specpipe.cluster.health import Health, ProcessHealth
 from specpipe.cluster.plan import DEMO_DRAFT, DEMO_TARGET, HOST, WORKERS
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.child import ERROR_PREFIX, KILL_AFTER_S, ChildProcess
 from specpipe.launcher.plan import ProcessSpec
 
 EVERY_INTERFACE: Final = ("0.0.0.0", "[::]")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,9 @@ class Keeper:
         """`host`: at which the node is reached."""
         self._host = host
         self._child: ChildProcess | None = None
+        self._health: ProcessHealth | None = None  # of the child
+        self._hung: dict[ChildProcess, str] = {}  # why it was ended by us
+        self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._parent_fd, self._life_fd = os.pipe()  # the child holds the first; the second closes when we are gone
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # of the lists of workers
@@ -59,21 +66,31 @@ class Keeper:
         """Start the process unless it runs. Returns once it serves; raises as `ChildProcess.start`."""
         async with self._starting:
             if self._child is None:
-                self._child = await ChildProcess.start(self._here(spec), self._parent_fd, port=port)
+                child = self._child = await ChildProcess.start(self._here(spec), self._parent_fd, port=port)
+                self._health = ProcessHealth(child.address, child.spec)
+                self._watch = asyncio.create_task(self._end_hung(child, self._health), name="health")
             return self._started(self._child)
 
     async def wait(self) -> Ended:
-        """Returns when the process has ended."""
+        """Returns when the process has ended. One that hangs is ended here."""
         child = self._child
         if child is None:
             return Ended(reason="it was not running")
         code = await child.wait()
         if self._child is child:
             self._child = None
-        return Ended(reason=exit_reason(code, child.last_lines), lines=child.last_lines)
+            self._end_watch()
+        return Ended(reason=self._hung.get(child) or exit_reason(code, child.last_lines), lines=child.last_lines)
+
+    async def health(self, known: Health) -> Health:
+        """Of the process, as soon as it is not `known`. Raises WorkerUnavailableError if none runs, or when it ends."""
+        if self._health is None:
+            raise WorkerUnavailableError("no process runs")
+        return await self._health.differs_from(known)
 
     async def stop(self, grace_s: float) -> None:
         """End the process in order, in `grace_s` seconds and a few at most."""
+        self._end_watch()
         if self._child is not None:
             await self._child.terminate(grace_s + KILL_AFTER_S)
         if self._folder is not None:
@@ -96,6 +113,16 @@ class Keeper:
                 partial.replace(folder / name)  # a reader sees the whole file, old or new
         except OSError as error:
             raise WorkerUnavailableError(f"{error.filename}: {error.strerror}") from None
+
+    async def _end_hung(self, child: ChildProcess, health: ProcessHealth) -> None:
+        self._hung = {child: await health.hangs()}
+        logger.warning("pid %d: %s: killed", child.pid, self._hung[child])
+        await child.kill()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None and self._health is not None:
+            self._watch.cancel()
+            self._health.end()
 
     def _lists(self) -> str:
         """The folder of the lists of workers: coordinators alone have one."""

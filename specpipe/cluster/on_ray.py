@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specpipe.cluster.backend import Group, GroupLostError
 from specpipe.cluster.config import ClusterConfig
+from specpipe.cluster.health import Health
 from specpipe.cluster.keeper import Ended, Started
 from specpipe.cluster.plan import GroupPlan
 from specpipe.cluster.rank_keeper import RankKeeper
@@ -70,6 +71,10 @@ class KeeperHandle:
     async def wait(self) -> Ended:
         ended: Ended = await _result_of(self._actor.wait.remote())
         return ended
+
+    async def health(self, known: Health) -> Health:
+        health: Health = await _result_of(self._actor.health.remote(known))
+        return health
 
     async def hold(self) -> Ended:
         """Returns never: see `RayKeeper.hold`."""
@@ -119,6 +124,9 @@ class RayGroup:
             for end in ends:
                 end.cancel()
             await asyncio.gather(*ends, return_exceptions=True)
+
+    async def health(self, known: Health) -> Health:
+        return await self._first.health(known)
 
     async def stop(self, grace_s: float) -> None:
         await self._first.stop(grace_s)

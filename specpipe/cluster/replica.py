@@ -18,6 +18,7 @@ from typing import Final
 
 from specpipe.cluster.backend import Backend, Group, GroupLostError
 from specpipe.cluster.config import RestartsConfig
+from specpipe.cluster.health import Health
 from specpipe.cluster.keeper import Ended, Started, one_line
 from specpipe.cluster.plan import GroupPlan
 from specpipe.errors import SpecpipeError
@@ -53,9 +54,14 @@ class ReplicaStatus:
     role: str
     state: ReplicaState
     node: str  # host; empty: not placed
-    process: Started | None  # None: it does not serve
+    process: Started | None  # None: it does not run
+    health: Health  # of the process
     num_restarts: int
     ends: tuple[End, ...]  # the latest last
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is ReplicaState.READY and self.health is Health.SERVING
 
 
 class Replica:
@@ -78,6 +84,7 @@ class Replica:
         self.state = ReplicaState.PLACING
         self.group: Group | None = None
         self.process: Started | None = None
+        self.health = Health.SERVING
         self._plan = plan
         self._backend = backend
         self._delays = RestartDelays(
@@ -97,6 +104,7 @@ class Replica:
             state=self.state,
             node=self.group.node if self.group else "",
             process=self.process,
+            health=self.health,
             num_restarts=self._num_restarts,
             ends=tuple(self._ends),
         )
@@ -145,13 +153,30 @@ class Replica:
             self.process = await group.start(self._port)
             started = time.monotonic()
             self._note_ready()
-            ended = await group.wait()
+            ended = await self._end_of(group)
         except SpecpipeError as error:
             ended = await self._note_failure(error)
         self.process = None
         self._ends.append(End(at=time.time(), reason=ended.reason, lines=ended.lines))
         self._on_change()
         return time.monotonic() - started if started is not None else 0.0
+
+    async def _end_of(self, group: Group) -> Ended:
+        """Its process's, whose health is followed until then."""
+        following = asyncio.create_task(self._follow_health(group), name=f"{self.name}: health")
+        try:
+            return await group.wait()
+        finally:
+            following.cancel()
+
+    async def _follow_health(self, group: Group) -> None:
+        self.health = Health.SERVING
+        try:
+            while True:
+                self.health = await group.health(self.health)
+                logger.info("%s %s", self.name, self.health.value)
+        except SpecpipeError as error:  # whoever waits for its end hears of it too
+            logger.debug("%s: its health is not known: %s", self.name, one_line(error))
 
     async def _place(self) -> Group:
         if self.group is None:

@@ -16,7 +16,7 @@ from specpipe.cluster.backend import Backend, Group
 from specpipe.cluster.config import ClusterConfig
 from specpipe.cluster.keeper import one_line
 from specpipe.cluster.plan import DRAFTS_FILE, ROLES, TARGETS_FILE, counts_at_start, plan_group
-from specpipe.cluster.replica import Replica, ReplicaState, ReplicaStatus
+from specpipe.cluster.replica import Replica, ReplicaStatus
 from specpipe.cluster.scaler import CountChange, Scaler
 from specpipe.errors import SpecpipeError
 from specpipe.launcher.plan import COORDINATOR, DRAFT_WORKER, TARGET_WORKER
@@ -54,7 +54,7 @@ class ClusterService:
     @property
     def status(self) -> ClusterStatus:
         statuses = tuple(replica.status for replica in self._ordered())
-        is_ready = bool(statuses) and all(status.state is ReplicaState.READY for status in statuses)
+        is_ready = bool(statuses) and all(status.is_serving for status in statuses)
         changes = tuple(self._scaler.changes)
         return ClusterStatus(name=self.config.name, is_ready=is_ready, replicas=statuses, changes=changes)
 

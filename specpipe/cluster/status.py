@@ -31,6 +31,7 @@ def _replica_json(replica: ReplicaStatus, lines: Lines | None) -> dict[str, Any]
         "name": replica.name,
         "role": replica.role,
         "state": replica.state.name.lower(),
+        "health": replica.health.name.lower() if process else None,
         "node": replica.node or None,
         "address": process.address if process else None,
         "http": (process.http or None) if process else None,

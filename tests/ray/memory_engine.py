@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from specpipe.cluster.backend import Group, GroupLostError
+from specpipe.cluster.health import Health
 from specpipe.cluster.keeper import Ended, Started
 from specpipe.cluster.plan import GroupPlan
 
@@ -20,6 +21,8 @@ class MemoryGroup:
         self.num_starts = 0
         self.is_running = False
         self.listed: Mapping[str, Sequence[str]] = {}
+        self._health = Health.SERVING
+        self._has_changed = asyncio.Event()
         self.grace_s: float | None = None  # of its end in order
         self._engine = engine
         self._ending: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -31,6 +34,7 @@ class MemoryGroup:
         if not self.is_running:
             self.num_starts += 1
             self.is_running = True
+            self._health = Health.SERVING
             self._ending = asyncio.get_running_loop().create_future()
             self._started = Started(
                 address=f"{self.node}:{port or next(self._engine.ports)}", metrics=f"{self.name}:9", pid=1
@@ -40,6 +44,11 @@ class MemoryGroup:
 
     async def wait(self) -> Ended:
         return await asyncio.shield(self._ending)
+
+    async def health(self, known: Health) -> Health:
+        while self._health is known:
+            await self._has_changed.wait()
+        return self._health
 
     async def stop(self, grace_s: float) -> None:
         self.grace_s = grace_s
@@ -52,6 +61,12 @@ class MemoryGroup:
 
     async def lines(self) -> tuple[str, ...]:
         return ("it works",)
+
+    def become(self, health: Health) -> None:
+        """Its process does."""
+        self._health = health
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()
 
     def end(self, reason: str) -> None:
         """Its process ends."""

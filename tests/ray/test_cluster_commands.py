@@ -16,13 +16,14 @@ from running import environment
 import specpipe
 from specpipe.cli.app import run
 from specpipe.cli.cluster_output import status_lines
+from specpipe.cluster.health import Health
 from specpipe.cluster.keeper import Keeper, Started, exit_reason
 from specpipe.cluster.replica import End, ReplicaState, ReplicaStatus
 from specpipe.cluster.scaler import CountChange
 from specpipe.cluster.service import ClusterStatus
 from specpipe.cluster.status import status_json
-from specpipe.errors import ConfigError
-from specpipe.launcher.plan import COORDINATOR, ProcessSpec
+from specpipe.errors import ConfigError, WorkerUnavailableError
+from specpipe.launcher.plan import COORDINATOR, DRAFT_WORKER, ProcessSpec
 
 WITHOUT_RAY = """
 import importlib.util, sys
@@ -72,6 +73,7 @@ def test_ray_is_not_loaded_by_the_command_line() -> None:
     [
         ("models: {target: /models/none}\n", "/models/none"),
         ("coordinator: {}\n", "coordinator is not known: did you mean coordinators?"),
+        ('name: "\\e]0;title\\a"\n', r"got '\x1b]0;title\x07'"),
     ],
 )
 def test_a_wrong_file_is_refused_before_ray_is_begun(
@@ -96,9 +98,19 @@ def test_a_service_that_is_not_up_is_told_at_once(
     assert capsys.readouterr().err == "error: test is not up on this machine\n"
 
 
+HEALTHS = {"draft-worker-0": Health.SILENT}
+
+
 def replica(name: str, role: str, state: ReplicaState, process: Started | None, ends: Sequence[End]) -> ReplicaStatus:
     return ReplicaStatus(
-        name=name, role=role, state=state, node="10.0.0.1", process=process, num_restarts=len(ends), ends=tuple(ends)
+        name=name,
+        role=role,
+        state=state,
+        node="10.0.0.1",
+        process=process,
+        health=HEALTHS.get(name, Health.SERVING),
+        num_restarts=len(ends),
+        ends=tuple(ends),
     )
 
 
@@ -113,6 +125,7 @@ STATUS = ClusterStatus(
             Started(address="10.0.0.1:7001", metrics="10.0.0.1:7002", pid=11, companions=(12, 13)),
             [],
         ),
+        replica("draft-worker-0", DRAFT_WORKER, ReplicaState.READY, Started(address="10.0.0.1:7003", pid=14), []),
         replica(
             "coordinator-0",
             COORDINATOR,
@@ -126,19 +139,21 @@ STATUS = ClusterStatus(
 
 
 def test_people_see_where_each_process_is_and_why_it_has_ended() -> None:
-    lines = list(status_lines(STATUS, {"target-worker-0": ("it works",)}))
+    lines = list(status_lines(STATUS, {"target-worker-0": ("it \x1b[2Jworks",)}))
     assert lines[0] == "code is not ready"
     assert "ready at 10.0.0.1:7001, pid 11" in lines[1]
-    assert lines[2].endswith("| it works")
-    assert "waits to start again on 10.0.0.1 (restarted once)" in lines[3]
-    assert lines[4].endswith("it was ended by SIGKILL")
-    assert lines[5].endswith("draft-workers: 1 -> 2 (they are busy)")
+    assert lines[2].endswith(r"| it \x1b[2Jworks")
+    assert lines[3].endswith("at 10.0.0.1:7003, pid 14 (it does not answer)")
+    assert "waits to start again on 10.0.0.1 (restarted once)" in lines[4]
+    assert lines[5].endswith("it was ended by SIGKILL")
+    assert lines[6].endswith("draft-workers: 1 -> 2 (they are busy)")
 
 
 def test_programs_see_the_same_as_json() -> None:
     shown = json.loads(json.dumps(status_json(STATUS)))
     assert shown["replicas"][0]["ranks"] == [12, 13]
-    assert shown["replicas"][1]["ends"] == [{"at": 1.0, "reason": "it was ended by SIGKILL", "log": ["last words"]}]
+    assert [replica["health"] for replica in shown["replicas"]] == ["serving", "silent", None]
+    assert shown["replicas"][2]["ends"] == [{"at": 1.0, "reason": "it was ended by SIGKILL", "log": ["last words"]}]
     assert shown["changes"][0]["after"] == 2
     assert shown["grpc"] == []
 
@@ -166,6 +181,8 @@ async def test_a_keeper_raises_what_its_process_says_and_may_be_asked_again() ->
         with pytest.raises(ConfigError, match="names no file"):
             await keeper.start(spec)
     assert (await keeper.wait()).reason == "it was not running"
+    with pytest.raises(WorkerUnavailableError, match="no process runs"):
+        await keeper.health(Health.SERVING)
     await keeper.stop(0.0)
 
 

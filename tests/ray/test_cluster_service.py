@@ -12,6 +12,7 @@ from memory_engine import MemoryEngine
 from waiting import wait_until
 
 from specpipe.cluster.autoscale import Load
+from specpipe.cluster.health import Health
 from specpipe.cluster.reading import fill_cluster
 from specpipe.cluster.replica import ReplicaState, ReplicaStatus
 from specpipe.cluster.scaler import Scaler
@@ -85,6 +86,27 @@ async def test_a_worker_that_ends_starts_again_where_it_is_and_coordinators_hear
         assert (status.num_restarts, status.ends[0].reason) == (1, "it was ended by SIGKILL")
         assert status.ends[0].lines == ("its last words",)
         assert engine.num_released == 0
+
+
+@pytest.mark.parametrize("health", [Health.NOT_SERVING, Health.SILENT])
+async def test_a_process_that_runs_and_does_not_serve_is_not_called_ready(health: Health) -> None:
+    engine = MemoryEngine()
+    async with started(engine) as service:
+        engine.groups["target-worker-0"].become(health)
+        await wait_until(lambda: not service.status.is_ready)
+        assert of(service, "target-worker-0").health is health
+        engine.groups["target-worker-0"].become(Health.SERVING)
+        await wait_until(lambda: service.status.is_ready)
+
+
+async def test_what_hung_and_was_ended_is_well_when_it_is_back() -> None:
+    engine = MemoryEngine()
+    async with started(engine) as service:
+        engine.groups["draft-worker-0"].become(Health.SILENT)
+        await wait_until(lambda: not service.status.is_ready)
+        engine.groups["draft-worker-0"].end("it has not answered for 30 s")
+        await wait_until(lambda: service.status.is_ready)
+        assert of(service, "draft-worker-0").ends[0].reason == "it has not answered for 30 s"
 
 
 async def test_a_group_that_has_lost_a_rank_is_given_back_and_placed_anew_as_one() -> None:
