@@ -24,7 +24,7 @@ class ExtensionTimes:
     """How long after a round was due that had no draft one was there, waited for or not: the last few times."""
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=16)  # milliseconds; inf: not before the next commit
+        self._times: deque[float] = deque(maxlen=16)  # milliseconds
         self._num_refused = 0
 
     def observe(self, time_ms: float) -> None:
@@ -101,12 +101,10 @@ class DraftWatch:
         """The next round is about to be planned, and there is nothing of the drafter's to verify."""
         self._missed_at = now
 
-    def take_miss_ms(self, came_at: float | None = None) -> float | None:
-        """How long the last miss lasted, once, if there is one: inf unless a draft `came_at` that time."""
+    def take_miss_ms(self, came_at: float) -> float | None:
+        """How long the last miss lasted until a draft `came_at` that time, commits between them or not; told once."""
         missed_at, self._missed_at = self._missed_at, None
-        if missed_at is None:
-            return None
-        return math.inf if came_at is None else max(0.0, came_at - missed_at) * 1e3
+        return None if missed_at is None else max(0.0, came_at - missed_at) * 1e3
 
     def on_commit(self) -> None:
         self.is_exhausted = False

@@ -92,14 +92,15 @@ def test_sync_does_not_wait_again_until_the_draft_speaks() -> None:
     assert watch.may_wait()
 
 
-def test_a_miss_lasts_until_a_draft_comes_or_the_next_commit() -> None:
+def test_a_miss_lasts_until_a_draft_comes_or_the_next_miss() -> None:
     watch = DraftWatch(Mode.PIPELINED)
     assert watch.take_miss_ms(came_at=1.0) is None
     watch.on_miss(2.0)
     assert watch.take_miss_ms(came_at=2.25) == 250.0
     assert watch.take_miss_ms(came_at=3.0) is None
     watch.on_miss(4.0)
-    assert watch.take_miss_ms() == math.inf
+    watch.on_miss(5.0)
+    assert watch.take_miss_ms(came_at=5.5) == 500.0
 
 
 def test_going_on_with_a_good_lookup_is_worth_no_wait() -> None:
