@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 import stat
 import threading
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from specpipe.ports import join_address
+from specpipe.ports import is_address, join_address
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ READ_EVERY_S: Final = 0.5  # how often a file is read: that costs nothing
 MAX_WORKERS: Final = 1000  # of one name: each is dialled for ever
 MAX_FILE_BYTES: Final = 1024 * 1024
 MAX_SHOWN: Final = 60  # characters of a line
-_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) -> addresses HOST:PORT. Raises OSError."""
@@ -92,7 +90,7 @@ class FileLook:
     async def find(self, resolve: Resolve) -> Sequence[str]:  # noqa: ARG002 - a file asks nobody
         text = await asyncio.to_thread(_read_text, self.path)
         lines = [line.strip() for line in text.splitlines()]
-        if wrong := next((line for line in lines if line and not _is_address(line)), None):
+        if wrong := next((line for line in lines if line and not is_address(line)), None):
             raise OSError(f"{wrong[:MAX_SHOWN]!r} is not HOST:PORT")
         return [line for line in lines if line]
 
@@ -141,11 +139,6 @@ def difference(before: Sequence[str], now: Sequence[str]) -> Change:
 
 def is_name(source: str) -> bool:
     return source.startswith((DNS, FILE))
-
-
-def _is_address(text: str) -> bool:
-    match = _ADDRESS.fullmatch(text)
-    return match is not None and 0 < int(match["port"]) < 2**16
 
 
 def _read_text(path: Path) -> str:

@@ -1,14 +1,18 @@
 """Ports that somebody wants to listen on, and how an address is written.
 
-Owns: whether a port can be had, in words for people. Must not know: gRPC, HTTP.
+Owns: whether a port can be had, in words for people; what an address looks like. Must not know: gRPC, HTTP.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 import socket
+from typing import Final
 
 from specpipe.errors import ConfigError
+
+_ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 def check_port(host: str, port: int) -> None:
@@ -23,6 +27,12 @@ def check_port(host: str, port: int) -> None:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is already in use") from None
         raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror or error}") from None
+
+
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT, as something that can be dialled: an IPv6 host has brackets, port 0 is none."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match["port"]) < 2**16
 
 
 def join_address(host: str, port: int) -> str:

@@ -19,6 +19,7 @@ import typer
 from specpipe.cli.values import as_text, is_list, kind_of, read_value, scalar_of
 from specpipe.config import TelemetryConfig, TlsConfig, TraceLevel
 from specpipe.errors import ConfigError
+from specpipe.ports import is_address
 from specpipe.telemetry.logs import LogLevel
 from specpipe.types import Mode, Rule
 
@@ -181,8 +182,7 @@ def checked_worker(flag: str, source: str) -> str:
 
 def checked_address(flag: str, address: str, *, form: str = "HOST:PORT", given: str | None = None) -> str:
     """Raises ConfigError, which names the form wanted and what was given, unless the address is HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_address(address):
         raise ConfigError(f"{flag} needs {form}, got {(given or address)!r}")
     return address
 

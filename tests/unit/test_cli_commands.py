@@ -287,7 +287,20 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize("source", ["workers", "dns:workers", "dns:workers:0", "dns::6001", "workers:70000"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "workers",
+        "dns:workers",
+        "dns:workers:0",
+        "dns::6001",
+        "workers:70000",
+        "two words:1",
+        "fd00::7:6001",
+        "workers:٣",
+        "[workers]:1",
+    ],
+)
 @pytest.mark.parametrize("flag", ["--target", "--draft"])
 def test_a_worker_is_an_address_or_a_name_with_a_port(
     flag: str, source: str, capsys: pytest.CaptureFixture[str]
