@@ -56,7 +56,7 @@ class _Rank:
         self._config = config
         self._rendezvous = config.rendezvous
         self._loop = loop
-        threading.Thread(target=self._main, name="model", daemon=True).start()
+        threading.Thread(target=self._main, name="rank", daemon=True).start()
 
     def _main(self) -> None:
         channel: Channel | None = None
