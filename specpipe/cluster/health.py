@@ -12,11 +12,9 @@ import enum
 import time
 from dataclasses import dataclass
 
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from specpipe.config import TlsConfig
 from specpipe.errors import ConfigError, WorkerUnavailableError
+from specpipe.health_client import HealthClient
 from specpipe.launcher.plan import ProcessSpec
 from specpipe.server import LIVENESS, create_channel
 from specpipe.tls import name_of_worker
@@ -69,16 +67,17 @@ class ProcessHealth:
         with contextlib.suppress(ConfigError):  # certificates that are not there: then nobody reaches it either
             if self._address:
                 async with create_channel(self._address, self._tls, name=self._name) as channel:
-                    return await self._ask_on(health_pb2_grpc.HealthStub(channel))
+                    return await self._ask(HealthClient(channel, timeout_s=self._patience.answer_s))
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
-    async def _ask_on(self, stub: health_pb2_grpc.HealthStub) -> str:
+    async def _ask(self, client: HealthClient) -> str:
         """Time is counted by questions: while this process itself was stopped none has passed."""
         bad_s = 0.0
         while True:
             began_s = time.monotonic()
-            is_serving, is_alive = await asyncio.gather(self._is_well(stub, ""), self._is_well(stub, LIVENESS))
+            is_serving, is_alive = await asyncio.gather(client.is_well(""), client.is_well(LIVENESS))
+            self._has_answered |= is_serving is not None
             self._note(is_serving)
             await asyncio.sleep(self._patience.every_s)
             passed_s = min(time.monotonic() - began_s, self._patience.every_s + self._patience.answer_s)
@@ -86,16 +85,6 @@ class ProcessHealth:
             if bad_s >= self._patience.hung_s:
                 shown = "it has not answered" if is_alive is None else "it has said that it hangs"
                 return f"{shown} for {bad_s:.0f} s"
-
-    async def _is_well(self, stub: health_pb2_grpc.HealthStub, service: str) -> bool | None:
-        """None: no answer."""
-        request = health_pb2.HealthCheckRequest(service=service)
-        try:
-            answer = await stub.Check(request, timeout=self._patience.answer_s)
-        except grpc.aio.AioRpcError:
-            return None
-        self._has_answered = True
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def _note(self, is_serving: bool | None) -> None:
         if not self._has_answered:

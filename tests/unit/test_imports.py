@@ -25,6 +25,7 @@ SEES_PROTOBUF = {
     "service",
     "trace_service",
 } | {
+    "health_client",
     "worker_client",
     "worker_service",
     "worker_stream",
