@@ -1,9 +1,11 @@
 """What ranks on a CPU pay to work together: sums, logits gathered, and what sending candidates instead would take.
 
-Owns: the figures of docs/decisions/0010. Must not know: models, requests. It reports CPU time, which a busy machine
-disturbs least; minima are those of the undisturbed call.
+Owns: the figures of docs/decisions/0010 and 0017. Must not know: models, requests. It reports CPU time of the rank's
+thread, which a busy machine disturbs least, and the time that passes; minima are those of the undisturbed call.
 
-Run: python -m benchmarks.ranks [--size 2] [--rows 16] [--vocab 151936] [--hidden 1536]
+Run: python -m benchmarks.ranks [--size 2] [--rows 16] [--vocab 151936] [--hidden 1536] [--network]
+
+`--network`: as ranks of several hosts do, here over loopback, and without the candidates.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from specpipe.engine.parallel.collective import Collective
+from specpipe.engine.parallel.collective import Collective, create_store
+from specpipe.engine.parallel.meeting import LOOPBACK
 from specpipe.engine.parallel.mesh import MeshEnd, create_mesh
 from specpipe.engine.parallel.shared_memory import open_end
 from specpipe.engine.parallel.table import vocabulary_range
@@ -32,32 +36,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("size", 2), ("rows", 16), ("vocab", 151_936), ("hidden", 1536)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--network", action="store_true")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--fds", type=int, nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.fds is not None:
-        measure_collectives(arguments, MeshEnd(arguments.fds[0], arguments.fds[1:]))
+    if arguments.rank > 0:
+        end = MeshEnd(arguments.fds[0], arguments.fds[1:]) if arguments.fds else None
+        measure_collectives(arguments, end, create_store(LOOPBACK, arguments.port) if arguments.port else None)
         return
-    ends = create_mesh(arguments.size)
-    others = [start_rank(rank, end) for rank, end in enumerate(ends) if rank > 0]
-    measure_collectives(arguments, ends[0])
+    ends = [] if arguments.network else create_mesh(arguments.size)
+    store = create_store(LOOPBACK) if arguments.network else None
+    others = [start_rank(rank, ends[rank] if ends else None, store) for rank in range(1, arguments.size)]
+    measure_collectives(arguments, ends[0] if ends else None, store)
     for other in others:
         other.wait()
-    measure_candidates(arguments)
+    if not arguments.network:
+        measure_candidates(arguments)
 
 
-def start_rank(rank: int, end: MeshEnd) -> subprocess.Popen[bytes]:
-    fds = map(str, (end.memory_fd, *end.peer_fds))
-    command = [sys.executable, "-m", "benchmarks.ranks", *sys.argv[1:], "--rank", str(rank), "--fds", *fds]
-    other = subprocess.Popen(command, pass_fds=end.fds)
-    end.close()
+def start_rank(rank: int, end: MeshEnd | None, store: Any) -> subprocess.Popen[bytes]:
+    meeting = ["--fds", *map(str, (end.memory_fd, *end.peer_fds))] if end else ["--port", str(store.port)]
+    command = [sys.executable, "-m", "benchmarks.ranks", *sys.argv[1:], "--rank", str(rank), *meeting]
+    other = subprocess.Popen(command, pass_fds=end.fds if end else ())
+    if end:
+        end.close()
     return other
 
 
-def measure_collectives(arguments: argparse.Namespace, end: MeshEnd) -> None:
+def measure_collectives(arguments: argparse.Namespace, end: MeshEnd | None, store: Any) -> None:
     rank, size, num_columns = arguments.rank, arguments.size, arguments.vocab
-    collective = Collective(None, rank, size, torch.device("cpu"), open_end(end, rank))
+    collective = Collective(store, rank, size, torch.device("cpu"), open_end(end, rank) if end else None)
     first, last = vocabulary_range(num_columns, rank, size)
     own = torch.randn(arguments.rows, last - first)
     for num_rows in (1, arguments.rows):
@@ -85,14 +95,15 @@ def measure_candidates(arguments: argparse.Namespace) -> None:
 
 def report(what: str, call: Callable[[], object]) -> None:
     """Of calls after three that do not count."""
-    times = []
+    cpu_ms, passed_ms = [], []
     with torch.inference_mode():
         for _ in range(NUM_CALLS + 3):
-            start = time.thread_time()
+            start, start_cpu = time.perf_counter(), time.thread_time()
             call()
-            times.append((time.thread_time() - start) * 1e3)
-    times = times[3:]
-    sys.stdout.write(f"{what:<50} CPU ms: median {statistics.median(times):.3f}, least {min(times):.3f}\n")
+            cpu_ms.append((time.thread_time() - start_cpu) * 1e3)
+            passed_ms.append((time.perf_counter() - start) * 1e3)
+    told = [f"median {statistics.median(times[3:]):.3f}, least {min(times[3:]):.3f}" for times in (cpu_ms, passed_ms)]
+    sys.stdout.write(f"{what:<50} CPU ms: {told[0]} | ms: {told[1]}\n")
     sys.stdout.flush()
 
 
