@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING
 
 import findings
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tiny_models import TinyPair
+
+# On a busy machine an example may take any time: what takes for ever the test's own time limit ends.
+settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 SHARING = {"integration", "browser"}  # folders of tests; they and the others take about as long
 
