@@ -56,7 +56,21 @@ class LocalCluster:
 
     def inside(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         """A command in the network namespace of the cluster."""
-        return self._run(["nsenter", f"--net=/proc/{self.up.pid}/ns/net", "--", *command])
+        return self._run([*self._entered, *command])
+
+    def begin(self, command: list[str]) -> subprocess.Popen[str]:
+        """The same, beside the test: it runs until its standard input ends."""
+        return subprocess.Popen(
+            [*self._entered, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+        )
+
+    @property
+    def _entered(self) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self.up.pid}/ns/net", "--"]
 
     def outside(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A specpipe command of the same user, which reaches nothing: for when `up` has ended."""
@@ -94,9 +108,9 @@ class LocalCluster:
                 return status
             assert time.monotonic() < deadline, status
 
-    def pages(self) -> list[dict[str, Any]]:
-        """What the autoscaler reads of each process, in the order of the ready line."""
-        addresses = [replica["metrics"] for replica in self.ready["replicas"]]
+    def pages(self, replicas: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """What the autoscaler reads of each of these processes; None: of all in the ready line."""
+        addresses = [replica["metrics"] for replica in replicas or self.ready["replicas"]]
         said = self.inside([sys.executable, "-c", READ_PAGES, *addresses])
         assert said.returncode == 0, said.stderr
         pages: list[dict[str, Any]] = json.loads(said.stdout)
