@@ -141,6 +141,7 @@ def run(
     from specpipe.engine.parallel.collective import Collective, create_store
     from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
     from specpipe.engine.parallel.shared_memory import open_end
+    from specpipe.process import spare_what_is_loaded
 
     torch.set_num_threads(config.num_threads)
     device = rank_device(config, hello.rank, hello.size, has_one_host=has_one_host)
@@ -153,6 +154,7 @@ def run(
         collective = Collective(store, hello.rank, hello.size, device, shared, meeting)
         runner = create_rank_runner(loaded, config, collective)
         mailbox.is_running = True
+        spare_what_is_loaded()
         mailbox.channel.send(Kind.READY)
         on_ready()
         follow(mailbox, runner, collective.begin_step)
