@@ -62,6 +62,7 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Tests in two processes
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup` each half stays together: its tests share the services that they start."""
     for item in items:
