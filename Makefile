@@ -14,7 +14,7 @@ QUICK := -m "not slow and not gpu and not models"
 # Tests run two at a time. Those that start no service are dealt out by files; the others in two halves (tests/conftest.py),
 # so that what starts a service for many of them starts it once.
 TOGETHER := -n 2 --dist loadfile
-IN_HALVES := -n 2 --dist loadgroup
+IN_HALVES := -n 2 --dist loadscope
 STARTS_NO_SERVICE := tests/unit tests/contract tests/distribution
 CHAOS_AT_LENGTH := tests/chaos/test_chaos_at_length.py
 

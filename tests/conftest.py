@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import findings
 import pytest
@@ -62,12 +62,19 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Tests in two processes
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` each half stays together: its tests share the services that they start."""
-    for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        item.add_marker(pytest.mark.xdist_group("shared services" if folder in SHARING else "services of their own"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With `--dist loadscope` the tests run in two halves, each of which shares the services that it starts."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Halves(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = nodeid.removeprefix("tests/").partition("/")[0]
+            return "shared services" if folder in SHARING else "services of their own"
+
+    return Halves(config, log)
 
 
 # What a test found out
