@@ -122,8 +122,10 @@ class Answers:
         self._length = length
 
     def open(self, opened: Open) -> None:
+        """The first draft comes with it, so that there is one however slow this process is."""
         self.tokens[opened.session] = []
         self._link.send(opened)
+        self._draft(opened.session)
 
     async def until_closed(self, *sessions: int) -> None:
         left = set(sessions)
@@ -143,18 +145,24 @@ class Answers:
         self.messages.append(commit)
         if commit.finish_reason is not None:
             self._link.send(Close(session=commit.session))
-        elif self._script is not None:
-            chain = self._script[len(tokens) : len(tokens) + self._length]
-            self._link.send(
-                Extension(
-                    session=commit.session,
-                    base=len(PROMPT) + len(tokens),
-                    parents=tuple(range(len(chain))),
-                    tokens=tuple(chain),
-                    confidences=(0.9,) * len(chain),
-                    is_exhausted=True,
-                )
+        else:
+            self._draft(commit.session)
+
+    def _draft(self, session: int) -> None:
+        if self._script is None:
+            return
+        num_told = len(self.tokens[session])
+        chain = self._script[num_told : num_told + self._length]
+        self._link.send(
+            Extension(
+                session=session,
+                base=len(PROMPT) + num_told,
+                parents=tuple(range(len(chain))),
+                tokens=tuple(chain),
+                confidences=(0.9,) * len(chain),
+                is_exhausted=True,
             )
+        )
 
 
 def _others(batch: Batch) -> list[object]:
