@@ -114,23 +114,11 @@ def test_waits_for_another_rank_are_no_work(monkeypatch: pytest.MonkeyPatch, clo
     assert told == [pytest.approx([3.0, 2.0])]
 
 
-def test_a_step_tells_what_each_rank_worked_and_no_more_than_it_took(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared memory", "with the logits"])
+def test_a_step_tells_what_each_rank_worked_and_no_more_than_it_took(tmp_path: Path, is_shared: bool) -> None:
     save_model(tmp_path, "llama")
-    with parallel_model(tmp_path, 2) as model:
+    with parallel_model(tmp_path, 2, is_shared=is_shared) as model:
         assert list(model.rank_ms) == []
-        driver = Driver(model, seed=3)  # type: ignore[arg-type]
-        session = driver.open(21)
-        for count in (13, 7, 1):
-            started_s = time.perf_counter()
-            driver.step(driver.rows(session, count))
-            step_ms = (time.perf_counter() - started_s) * 1e3
-            assert len(model.rank_ms) == 2
-            assert all(0.0 < rank_ms < step_ms for rank_ms in model.rank_ms)
-
-
-def test_ranks_that_share_no_memory_tell_their_times_with_the_logits(tmp_path: Path) -> None:
-    save_model(tmp_path, "llama")
-    with parallel_model(tmp_path, 2, is_shared=False) as model:
         driver = Driver(model, seed=3)  # type: ignore[arg-type]
         session = driver.open(21)
         for count in (13, 7, 1):
