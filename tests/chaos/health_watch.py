@@ -44,8 +44,7 @@ class _Belief:
     """About one process."""
 
     truth: bool | None = None
-    since_s: float = 0.0  # how long that has been the truth
-    wrong_s: float = 0.0  # of which health has said otherwise
+    wrong_s: float = 0.0  # how long health has said otherwise, without a break
 
 
 class HealthWatch:
@@ -83,13 +82,12 @@ class HealthWatch:
         belief, truth = self._beliefs[member.name], self._truth(member)
         if truth is not belief.truth:
             self.num_changes += 1
-            belief.truth, belief.since_s, belief.wrong_s = truth, 0.0, 0.0
+            belief.truth, belief.wrong_s = truth, 0.0
             return
-        belief.since_s += passed_s
         if truth is None or serves is truth:
             belief.wrong_s = 0.0
             return
-        belief.wrong_s = belief.since_s
+        belief.wrong_s += passed_s
         self.longest_s = max(self.longest_s, belief.wrong_s)
         if belief.wrong_s - passed_s < TRUE_WITHIN_S + TICK_S <= belief.wrong_s:
             word = "serving" if serves else "not serving"
