@@ -31,7 +31,7 @@ from specpipe.causes import one_cause
 from specpipe.config import CoordinatorConfig
 from specpipe.engine.vocabulary import read_vocabulary
 from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError
-from specpipe.process import lifecycle, serve_until_stopped
+from specpipe.process import lifecycle, loading, serve_until_stopped
 from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc, trace_pb2_grpc
 from specpipe.server import Server, create_server
 from specpipe.spans import Role
@@ -255,7 +255,8 @@ async def serve(config: CoordinatorConfig) -> int:
         server = create_server(config.server, SERVICE_NAMES, metrics=metrics.rpc)  # first: a taken port is told at once
         metrics.watch(server)
         counted = CoordinatorMetrics(metrics.instruments) if metrics.is_on else None
-        hide_torch()
+        with loading():
+            hide_torch()
         app = App(config, server, Coordinator(config, metrics=counted))
         with one_cause():
             async with metrics.told() as metrics_address, app.running():

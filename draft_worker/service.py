@@ -14,6 +14,7 @@ from specpipe.config import DraftWorkerConfig
 from specpipe.engine.folder import check_folder
 from specpipe.engine.interface import StepModel
 from specpipe.model_thread import Send
+from specpipe.process import loading
 from specpipe.step_costs import MAX_MEASURING_S, StepCosts, measure
 from specpipe.telemetry.worker_telemetry import WorkerTelemetry
 from specpipe.types import Hello
@@ -32,9 +33,10 @@ async def serve(config: DraftWorkerConfig) -> int:
 
     def create(send: Send) -> tuple[Hello, DraftLoop]:
         # Imported on the model thread, once the process has set its thread counts: torch reads them when it is loaded.
-        from specpipe.engine.loader import load_model, log_progress
+        with loading():
+            from specpipe.engine.loader import load_model, log_progress
 
-        model = load_model(config.engine, on_progress=log_progress, is_hint=True)
+            model = load_model(config.engine, on_progress=log_progress, is_hint=True)
         costs = StepCosts(config.engine.max_batch_tokens)
         measure(model, costs, max_rows=config.engine.max_batch_tokens, max_s=MAX_MEASURING_S, clock=time.perf_counter)
         logger.info("a step takes %.1f ms with 1 row, %.1f ms with 12", costs.estimate(1), costs.estimate(12))

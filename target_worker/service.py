@@ -17,6 +17,7 @@ from specpipe.engine.parallel.distant import DistantRanks
 from specpipe.engine.parallel.distant_rank import serve_rank
 from specpipe.engine.parallel.group import OtherRanks, RankGroup
 from specpipe.model_thread import Send
+from specpipe.process import loading
 from specpipe.step_costs import MAX_MEASURING_S, StepCosts, measure
 from specpipe.telemetry.observer import NULL_OBSERVER, StepObserver
 from specpipe.telemetry.worker_telemetry import WorkerTelemetry
@@ -85,9 +86,10 @@ def _load(config: TargetWorkerConfig, group: RankGroup | None) -> StepModel:
         if config.rendezvous is not None:
             logger.info("the other ranks are awaited at %s", config.rendezvous.address)
         return group.load()
-    from specpipe.engine.loader import load_model, log_progress  # torch takes seconds: the port is taken before
+    with loading():
+        from specpipe.engine.loader import load_model, log_progress  # torch takes seconds: the port is taken before
 
-    return load_model(config.engine, on_progress=log_progress)
+        return load_model(config.engine, on_progress=log_progress)
 
 
 def create_loop(

@@ -26,6 +26,7 @@ from specpipe.engine.parallel.channel import Channel, Frame, Kind
 from specpipe.engine.parallel.meeting import Meeting
 from specpipe.engine.parallel.rank import MAX_SILENT_LOADING_SECONDS, RankHello
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
+from specpipe.process import loading
 
 if TYPE_CHECKING:
     from specpipe.engine.parallel.model import ParallelModel
@@ -152,17 +153,18 @@ class RankGroup:
 
         Raises what one rank could not do, or WorkerUnavailableError if one is lost.
         """
-        import torch
-
-        from specpipe.engine.parallel.collective import Collective, create_store
-        from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
-        from specpipe.engine.parallel.model import ParallelModel
-
         if self._watchdog.ident is None:  # it is what hears the ranks
             self._watchdog.start()
-        torch.set_num_threads(self._engine.num_threads)
-        device = rank_device(self._engine, 0, self.size, has_one_host=self._others.has_one_host)
-        loaded = load_rank(self._engine, 0, self.size, device)
+        with loading():
+            import torch
+
+            from specpipe.engine.parallel.collective import Collective, create_store
+            from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
+            from specpipe.engine.parallel.model import ParallelModel
+
+            torch.set_num_threads(self._engine.num_threads)
+            device = rank_device(self._engine, 0, self.size, has_one_host=self._others.has_one_host)
+            loaded = load_rank(self._engine, 0, self.size, device)
         self._wait_for(Kind.LOADED)
         self._shared = self._others.open_shared()
         hosts = self._others.hosts([member.channel for member in self._in_order()])

@@ -136,16 +136,18 @@ def run(
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """A rank's whole work; returns never. Raises whatever ends it. `on_ready` is called before the first step."""
-    import torch
+    from specpipe.process import loading, spare_what_is_loaded
 
-    from specpipe.engine.parallel.collective import Collective, create_store
-    from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
-    from specpipe.engine.parallel.shared_memory import open_end
-    from specpipe.process import spare_what_is_loaded
+    with loading():
+        import torch
 
-    torch.set_num_threads(config.num_threads)
-    device = rank_device(config, hello.rank, hello.size, has_one_host=has_one_host)
-    loaded = load_rank(config, hello.rank, hello.size, device)
+        from specpipe.engine.parallel.collective import Collective, create_store
+        from specpipe.engine.parallel.load import create_rank_runner, load_rank, rank_device
+        from specpipe.engine.parallel.shared_memory import open_end
+
+        torch.set_num_threads(config.num_threads)
+        device = rank_device(config, hello.rank, hello.size, has_one_host=has_one_host)
+        loaded = load_rank(config, hello.rank, hello.size, device)
     mailbox.channel.send(Kind.LOADED)
     meeting = Meeting.from_bytes(mailbox.next(Kind.MEET).payload, hello.size)
     shared = open_end(MeshEnd(hello.memory_fd, hello.peer_fds), hello.rank) if hello.peer_fds else None
