@@ -11,10 +11,10 @@ OLDEST := .venv-oldest
 PACKAGES := coordinator draft_worker target_worker specpipe tests benchmarks proto
 PYTEST_FLAGS ?=
 QUICK := -m "not slow and not gpu and not models"
-# Tests run two at a time. Those that start no service are dealt out by files; the others in two halves (tests/conftest.py),
-# so that what starts a service for many of them starts it once.
-TOGETHER := -n 2 --dist loadfile
-IN_HALVES := -n 2 --dist loadscope
+# More at a time than there are cores: tests wait for time-outs and for one another's processes. They are dealt out by files,
+# and those that start services so that files which share one stay together (tests/conftest.py).
+TOGETHER := -n 4 --dist loadfile
+BY_SERVICES := -n 3 --dist loadscope --no-loadscope-reorder
 STARTS_NO_SERVICE := tests/unit tests/contract tests/distribution
 CHAOS_AT_LENGTH := tests/chaos/test_chaos_at_length.py
 
@@ -50,7 +50,7 @@ unit: setup  ## the quick tests only: no service is started
 
 test: lint types  ## everything that must pass before a change lands
 	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(STARTS_NO_SERVICE)
-	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(IN_HALVES) $(QUICK) $(STARTS_NO_SERVICE:%=--ignore=%) --ignore=tests/integration/test_oldest.py
+	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(BY_SERVICES) $(QUICK) $(STARTS_NO_SERVICE:%=--ignore=%) --ignore=tests/integration/test_oldest.py
 	$(MAKE) --no-print-directory test-oldest
 
 test-slow: setup  ## the long tests: about an hour

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
-SHARING = {"integration", "browser"}  # folders of tests; they and the others take about as long
+SHARING = {"test_answers", "test_bad_input", "test_drafters", "test_faults", "test_traces_shown"}
+"""Files of `integration` whose tests use one another's services; those of `observability` do too."""
+LONGEST = ("tests/chaos/test_chaos.py", "tests/ray/test_ray_local.py")
+"""Begun first, so that nobody waits for them in the end."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,22 +62,28 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-# Tests in two processes
+# Tests in several processes
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """With `--dist loadscope` the tests run in two halves, each of which shares the services that it starts."""
+    """With `--dist loadscope` tests are dealt out by files, and files that share a service stay together."""
     if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class Halves(LoadScopeScheduling):
+    class ByServices(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = nodeid.removeprefix("tests/").partition("/")[0]
-            return "shared services" if folder in SHARING else "services of their own"
+            file = Path(nodeid.partition("::")[0])
+            shares = file.stem in SHARING or file.parent.name == "observability"
+            return file.parent.name if shares else str(file)
 
-    return Halves(config, log)
+    return ByServices(config, log)
 
 
 # What a test found out
