@@ -209,14 +209,14 @@ class App:
 
     async def wait_ready(self) -> None:
         """Returns once requests are answered. Raises ConfigError and ModelMismatchError."""
-        loading = asyncio.ensure_future(self._load_configured())  # a wrong name is told at once, workers or not
+        tokenizing = asyncio.ensure_future(self._load_configured())  # a wrong name is told at once, workers or not
         waiting = asyncio.ensure_future(self.coordinator.wait_ready())
         try:
-            configured, model = await asyncio.gather(loading, waiting)
+            configured, model = await asyncio.gather(tokenizing, waiting)
         finally:
-            loading.cancel()
+            tokenizing.cancel()
             waiting.cancel()
-        tokenization = configured or await self._load(model.name)
+        tokenization = configured or await self._load_named(model.name)
         check_tokenizer(self.config.tokenizer, model)
         self._service.open(tokenization, create_facts(self.config, model, tokenization))
         self._is_open = True
@@ -234,6 +234,16 @@ class App:
 
     async def _load_configured(self) -> Tokenization | None:
         return await self._load(self.config.tokenizer) if self.config.tokenizer else None
+
+    async def _load_named(self, model: str) -> Tokenization:
+        """By the name that the target workers give their model: a hub name, or the last part of a folder of theirs."""
+        try:
+            return await self._load(model)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} ({model!r} is what target workers call their model: name a folder with its tokenizer with "
+                "--tokenizer)"
+            ) from error
 
     def _load(self, name: str) -> Awaitable[Tokenization]:
         return self._thread.run(load_tokenization, name)

@@ -232,11 +232,7 @@ async def cluster(
             stack.push_async_callback(worker.end)
         on_started()
         told = names or {"targets": tuple(w.address for w in targets), "drafts": tuple(w.address for w in drafts)}
-        full = CoordinatorConfig(
-            **told,
-            tokenizer=str(DEMO),
-            **config,
-        )
+        full = CoordinatorConfig(**{**told, "tokenizer": str(DEMO), **config})
         server = create_server(ServerConfig(), SERVICE_NAMES, metrics=rpc)
         app = App(full, server, Coordinator(full, settings=settings, metrics=metrics, resolve=resolve))
         await stack.enter_async_context(app.running())

@@ -148,6 +148,13 @@ async def test_a_tokenizer_that_does_not_exist_is_told_before_any_worker_is_ther
             await asyncio.wait_for(app.wait_ready(), 60)
 
 
+async def test_a_model_whose_tokenizer_nobody_names_or_finds_is_told_with_the_flag_that_helps() -> None:
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with cluster([Worker("target", target_model(name="no such model"))], [], tokenizer=""):
+            pass
+    assert caught.group_contains(ConfigError, match="no tokenizer could be loaded.* with --tokenizer")
+
+
 async def test_a_tokenizer_that_is_not_the_targets_is_refused_at_start() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         async with cluster([Worker("target", target_model(tokenizer_fingerprint="x"))], []):
