@@ -30,6 +30,7 @@ from specpipe.worker_stream import new_incarnation
 
 logger = logging.getLogger(__name__)
 
+MAX_PROBLEMS_TOLD = 8  # of one worker that is not connected; then they are told anew
 Connect = Callable[[str, Kind, int], AbstractAsyncContextManager[WorkerLink]]
 
 
@@ -204,18 +205,20 @@ class WorkerLinks:
         logger.info("%s worker %s has left", kind.value, address)
 
     async def _keep_connected(self, kind: Kind, address: str) -> None:
-        """Dial for ever. What goes wrong is logged when it changes."""
+        """Dial for ever. What goes wrong is logged once until the worker is connected again."""
         backoff = Backoff()
-        last_problem = ""
+        told: set[str] = set()
         while True:
             try:
                 async with self._connect(address, kind, self._incarnation) as link:
                     await self._serve_link(kind, address, link, backoff)
             except SpecpipeError as error:
                 self._note_first_try(kind, address, str(error) if isinstance(error, ModelMismatchError) else "")
+                if (kind, address) not in self._problems or len(told) == MAX_PROBLEMS_TOLD:
+                    told.clear()
                 problem = self._problems[kind, address] = name_worker(kind, address, str(error))
-                if problem != last_problem:
-                    last_problem = problem
+                if problem not in told:
+                    told.add(problem)
                     logger.warning("%s; it is dialled again", problem)
             await asyncio.sleep(backoff.next_s())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from waiting import wait_until
 
 from coordinator.events import Kind
 from coordinator.links import name_worker
+from coordinator.pools import Backoff
 from coordinator.service import SERVICE_NAME, App
 from specpipe.client import GenerateClient
 from specpipe.config import CoordinatorConfig, ServerConfig
@@ -30,6 +32,7 @@ from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableEr
 from specpipe.server import create_server
 from specpipe.testing import TableModel
 from specpipe.types import Mode
+from specpipe.worker_client import WorkerLink
 
 DRAFT = Kind.DRAFT
 NOBODY = "127.0.0.1:9"
@@ -102,6 +105,36 @@ async def test_targets_that_were_all_replaced_by_another_model_are_told_what_to_
     )
     gone = [r.getMessage() for r in caplog.records if r.name == "coordinator.links" and "is gone" in r.getMessage()]
     assert all(said.count(target.address) == 1 for said in gone)
+
+
+async def test_problems_that_come_by_turns_are_told_once_each_and_again_after_a_connection(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backoff, "next_s", lambda self: 0.02)
+    tried: list[str] = []
+
+    def connect(address: str, kind: Kind, incarnation: int) -> AbstractAsyncContextManager[WorkerLink]:
+        tried.append(address)
+        raise WorkerUnavailableError("the connection broke" if len(tried) % 2 else "it is no specpipe service")
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "dialled again" in record.getMessage()]
+
+    async with cluster() as service:
+        (draft,), links = service.drafts, service.coordinator._links
+        work = links._connect
+        links._connect = connect
+        await draft.stop()
+        await wait_until(lambda: len(tried) > 10, timeout_s=30)
+        assert [line.count("the connection broke") for line in told()].count(1) == 1
+        assert [line.count("it is no specpipe service") for line in told()].count(1) == 1
+        links._connect = work
+        await draft.start()
+        await wait_until(lambda: len(links.pools[DRAFT]) == 1, timeout_s=30)
+        links._connect = connect
+        await draft.stop()
+        await wait_until(lambda: len(tried) > 20, timeout_s=30)
+    assert [line.count("the connection broke") for line in told()].count(1) == 2
 
 
 async def test_a_service_that_starts_says_what_it_waits_for() -> None:
