@@ -8,13 +8,15 @@ from pathlib import Path
 
 from fleet import Fleet
 
+GRPC_POOL = "event_engine"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Of one process."""
 
     anonymous_bytes: int  # RssAnon + VmSwap: what it took and did not give back, wherever it lies
-    num_threads: int
+    num_threads: int  # without those of gRPC's pool, which come and go as the machine is busy
     num_descriptors: int
 
     @classmethod
@@ -23,9 +25,13 @@ class Usage:
         kilobytes = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
         return cls(
             anonymous_bytes=1024 * kilobytes,
-            num_threads=int(fields["Threads"]),
+            num_threads=sum(name != GRPC_POOL for name in _thread_names(pid)),
             num_descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
         )
+
+
+def _thread_names(pid: int) -> list[str]:
+    return [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
 
 
 def usages(fleet: Fleet) -> dict[str, Usage]:
