@@ -129,6 +129,7 @@ class Readings:
         await asyncio.gather(*self._tasks)
 
 
+@pytest.mark.slow  # make test has the kind in tests/chaos, whose fleet is as large
 @pytest.mark.timeout(400)
 async def test_a_draft_and_a_target_worker_that_are_killed_change_no_token_of_eight_answers(
     many: RunningService, clients: list[GenerateClient], oracle: Oracle
@@ -152,6 +153,7 @@ async def test_a_draft_and_a_target_worker_that_are_killed_change_no_token_of_ei
         assert answer.finished.speculation.wasted_draft_ms <= answer.finished.speculation.draft_ms
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_workers_that_return_are_used_by_both_coordinators(
     many: RunningService, clients: list[GenerateClient]

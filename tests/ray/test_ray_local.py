@@ -41,6 +41,7 @@ def test_up_ends_in_a_service_that_answers_as_plain_decoding_does(cluster: Local
     assert all(replica["address"].startswith("127.0.0.1:") for replica in cluster.ready["replicas"])
 
 
+@pytest.mark.slow  # make test has its parts in test_cluster_service.py and test_process_health.py
 def test_what_is_killed_or_frozen_is_back_with_the_reason(cluster: LocalCluster) -> None:
     """A rank and an actor, which take their groups with them, and the coordinator."""
     expected = cluster.answer()
@@ -62,6 +63,7 @@ def test_what_is_killed_or_frozen_is_back_with_the_reason(cluster: LocalCluster)
     assert any("serving on" in line for line in replicas["target-worker-0"]["log"])
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_killed_takes_over_what_runs(cluster: LocalCluster) -> None:
     before = {replica["name"]: replica["pid"] for replica in cluster.status()["replicas"]}
     (controller,) = (p for p in psutil.process_iter() if is_controller_of(p, cluster))
