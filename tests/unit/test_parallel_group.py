@@ -5,13 +5,15 @@ The ranks here are small processes that speak on the control socket and load not
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,35 @@ def test_a_rank_that_loads_is_silent_for_longer_before_it_is_lost(monkeypatch: p
         group.watch(lambda error: (lost.append(str(error)), has_lost.set()))  # type: ignore[func-returns-value]
         assert has_lost.wait(20)
     assert "rank 1 has been silent" in lost[0]
+
+
+def test_loading_and_watching_may_begin_in_the_same_moment() -> None:
+    engine = EngineConfig(model="m")
+    for _ in range(50):
+        with RankGroup(engine, 2, ChildRanks(engine, 2)) as group, ThreadPoolExecutor(2) as pool:
+            together = threading.Barrier(2)
+
+            def begin(begin: Callable[[], None], together: threading.Barrier = together) -> None:
+                together.wait()
+                begin()
+
+            starts = (group._begin_to_watch, functools.partial(group.watch, lambda _: None))
+            for outcome in [pool.submit(begin, start) for start in starts]:
+                outcome.result(10)
+
+
+def test_a_rank_that_was_lost_before_anybody_asked_is_told_once() -> None:
+    lost: list[SpecpipeError] = []
+    ours, theirs = socket.socketpair()
+    engine = EngineConfig(model="m")
+    with RankGroup(engine, 2, ChildRanks(engine, 2)) as group:
+        with theirs:
+            group.add(1, Channel(ours), RankHello.create(1, 2, engine))
+        group._begin_to_watch()
+        with pytest.raises(WorkerUnavailableError, match="rank 1 ended"):
+            group._wait_for(Kind.LOADED)
+        group.watch(lost.append)
+    assert [str(error) for error in lost] == ["rank 1 ended"]
 
 
 def test_what_is_no_frame_loses_the_rank(ends: tuple[Channel, Channel]) -> None:

@@ -144,17 +144,23 @@ class RankGroup:
             self._members[rank] = member
 
     def watch(self, on_failure: OnFailure) -> None:
-        """From now on a lost rank is told to `on_failure`, before the others are ended. Called before `load`."""
-        self._on_failure = on_failure
-        self._watchdog.start()
+        """A lost rank is told to `on_failure`, before the others are ended; at once if one is lost already.
+
+        `load` may run by now, on its own thread.
+        """
+        with self._changed:
+            self._on_failure = on_failure
+            failure = self._failure
+        self._begin_to_watch()
+        if failure is not None:
+            on_failure(failure)
 
     def load(self) -> ParallelModel:
         """Load rank 0's shard and prepare together with the others. Watches them, if nobody asked for that before.
 
         Raises what one rank could not do, or WorkerUnavailableError if one is lost.
         """
-        if self._watchdog.ident is None:  # it is what hears the ranks
-            self._watchdog.start()
+        self._begin_to_watch()  # the watchdog is what hears the ranks
         with loading():
             import torch
 
@@ -175,6 +181,12 @@ class RankGroup:
         runner = create_rank_runner(loaded, self._engine, collective)
         self._wait_for(Kind.READY)
         return ParallelModel(runner, self, collective if device.type == "cpu" else None)
+
+    def _begin_to_watch(self) -> None:
+        """On whichever thread comes first."""
+        with self._changed:
+            if self._watchdog.ident is None:
+                self._watchdog.start()
 
     def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
         """Tell all other ranks. Raises WorkerUnavailableError if one is gone."""
@@ -270,9 +282,10 @@ class RankGroup:
             if self._is_closing or self._failure is not None:
                 return
             self._failure = error
+            tell = self._on_failure
             self._changed.notify_all()
         logger.error("%s: the rank group ends", error)
-        self._on_failure(error)
+        tell(error)
         self._end_all()
 
     def _wait_for(self, kind: Kind) -> None:
