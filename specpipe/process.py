@@ -140,8 +140,8 @@ async def serve_until_stopped(
 def loading() -> Iterator[None]:
     """While modules and weights are loaded Python looks for no unused cycles, but once at the end.
 
-    Nearly all that torch and transformers bring stays, and looking at it again and again is a fifth of the time that it
-    takes to load them. Not for what may wait.
+    Nearly all that torch and transformers bring stays, and looking at it again and again is a tenth to a fifth of the
+    time that it takes to load them. Not for what may wait.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -182,12 +182,6 @@ class RankGroup:
         self._wait_for(Kind.READY)
         return ParallelModel(runner, self, collective if device.type == "cpu" else None)
 
-    def _begin_to_watch(self) -> None:
-        """On whichever thread comes first."""
-        with self._changed:
-            if self._watchdog.ident is None:
-                self._watchdog.start()
-
     def send(self, kind: Kind, number: int = 0, payload: bytes = b"") -> None:
         """Tell all other ranks. Raises WorkerUnavailableError if one is gone."""
         for member in self._in_order():
@@ -276,6 +270,12 @@ class RankGroup:
             with self._changed:
                 member.said.add(frame.kind)
                 self._changed.notify_all()
+
+    def _begin_to_watch(self) -> None:
+        """On whichever thread comes first."""
+        with self._changed:
+            if self._watchdog.ident is None:
+                self._watchdog.start()
 
     def _lose(self, error: SpecpipeError) -> None:
         with self._changed:
