@@ -7,6 +7,8 @@ BASE_PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+# uv takes a quarter of pip's time, and nothing is compiled that nobody imports. torch comes by pip, which may know of a build on disk.
+INSTALL ?= $(VENV)/bin/uv pip install -q --python $(PYTHON)
 OLDEST := .venv-oldest
 PACKAGES := coordinator draft_worker target_worker specpipe tests benchmarks proto
 PYTEST_FLAGS ?=
@@ -20,8 +22,10 @@ CHAOS_AT_LENGTH := tests/chaos/test_chaos_at_length.py
 
 # One compute thread a process unless the caller says otherwise: services pin themselves.
 export OMP_NUM_THREADS ?= 1
+# Whatever the caller says: a service under test is four processes, and each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup format lint types unit test test-slow test-chaos test-oldest proto demo picture bench clean
+.PHONY: help setup format lint types collect unit test test-slow test-chaos test-oldest proto demo picture bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -30,8 +34,9 @@ setup: $(VENV)/.complete  ## make .venv with everything that work on specpipe ne
 
 $(VENV)/.complete: pyproject.toml
 	@test -x $(PYTHON) || $(BASE_PYTHON) -m venv $(VENV)
-	@ls -d $(VENV)/lib/python3*/site-packages/torch >/dev/null 2>&1 || $(PYTHON) -m pip install -q "$(TORCH)"
-	$(PYTHON) -m pip install -qq -e ".[dev,gguf]"
+	@ls -d $(VENV)/lib/python3*/site-packages/torch >/dev/null 2>&1 || $(PYTHON) -m pip install -q --no-compile "$(TORCH)"
+	@test -x $(VENV)/bin/uv || $(PYTHON) -m pip install -qq --no-compile "uv>=0.9,<1"
+	$(INSTALL) -e ".[dev,gguf]"
 	@touch $@
 
 format: setup  ## rewrite the code in the project's format
@@ -45,10 +50,14 @@ lint: setup  ## ruff: rules and format
 types: setup  ## mypy --strict
 	$(VENV)/bin/mypy
 
+collect: setup  ## every test can be collected; what tests import is compiled once, and not by each of their processes
+	$(PYTHON) -m pytest -qqq --collect-only $(QUICK) tests
+
 unit: setup  ## the quick tests only: no service is started
 	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(STARTS_NO_SERVICE)
 
-test: lint types  ## everything that must pass before a change lands
+test: setup  ## everything that must pass before a change lands
+	$(MAKE) --no-print-directory -j 2 lint types collect $(OLDEST)/.complete
 	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(STARTS_NO_SERVICE)
 	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(BY_SERVICES) $(QUICK) $(STARTS_NO_SERVICE:%=--ignore=%) --ignore=tests/integration/test_oldest.py
 	$(MAKE) --no-print-directory test-oldest
@@ -70,7 +79,7 @@ $(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
 	@$(PYTHON) -c 'import pathlib, sysconfig; site = pathlib.Path(sysconfig.get_path("purelib")); \
 	  own = pathlib.Path("$(OLDEST)").resolve() / site.relative_to(pathlib.Path("$(VENV)").resolve()); \
 	  (own / "rest.pth").write_text(f"{site}\n{pathlib.Path.cwd()}\n")'
-	$(PYTHON) -m pip --python $(OLDEST)/bin/python install -qq -r tests/oldest/requirements.txt
+	$(PYTHON) -m pip --python $(OLDEST)/bin/python install -qq --no-compile -r tests/oldest/requirements.txt
 	@touch $@
 
 proto: setup  ## regenerate specpipe/rpc/v1 from proto/

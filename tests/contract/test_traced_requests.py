@@ -268,7 +268,8 @@ async def test_cancelled_at_any_stage_all_spans_are_ended_with_the_reason(
     for generate in receiver.named("generate"):
         assert generate.pb.status.message == "the client has left"
         assert generate.attributes["error.type"] == "CANCELLED"
-        assert generate.events[-1] == "cancel"
+        own = [name for name in generate.events if name != "restarted"]  # a draft worker hears of it later
+        assert own[-1] == "cancel"
 
 
 async def test_a_killed_target_and_a_killed_draft_worker_are_told_and_leave_no_span_open(
