@@ -182,23 +182,29 @@ async def test_every_stop_string_cuts_where_a_plain_reader_would(service: Cluste
         assert stats.mean_acceptance_length * stats.rounds == pytest.approx(used)
 
 
+def prompt_that_ends_soon() -> tuple[tuple[int, int], list[int]]:
+    """A prompt, and what the target says to it greedily up to the EOS."""
+    model = target_model()
+    for first in range(1, 4000):
+        text = [first, first + 1]
+        while len(text) < 60:
+            text.append(int(model.logits_of(text).argmax()))
+            if text[-1] == EOS:
+                return (first, first + 1), text[2:]
+    raise AssertionError("the target never says EOS")
+
+
 async def test_eos_ends_the_answer_unless_ignored(service: Cluster) -> None:
-    """A prompt after which the model says EOS soon is found by trying."""
-    for begin in range(1, 4000, 32):
-        prompts = [(first, first + 1) for first in range(begin, begin + 32)]
-        requests = [ask(prompt, max_tokens=60, ignore_eos=True, mode=Mode.OFF) for prompt in prompts]
-        answers = await asyncio.gather(*(answer(service, request) for request in requests))
-        found = [(p, seen) for p, seen in zip(prompts, answers, strict=True) if EOS in seen.token_ids[:59]]
-        if found:
-            break
-    prompt, seen = found[0]
-    place = seen.token_ids.index(EOS) + 1
+    prompt, expected = prompt_that_ends_soon()
+    options = {"max_tokens": 60, "temperature": 0.0}
     for mode in Mode:
-        got = await answer(service, ask(prompt, max_tokens=60, mode=mode))
-        assert got.token_ids == seen.token_ids[:place]
+        got = await answer(service, ask(prompt, mode=mode, **options))
+        assert got.token_ids == expected
         assert got.text == TOKENS.decode(got.token_ids)
         assert got.finished is not None
         assert got.finished.finish_reason is FinishReason.STOP
+    unending = await answer(service, ask(prompt, ignore_eos=True, **options))
+    assert (unending.token_ids[: len(expected)], len(unending.token_ids)) == (expected, 60)
 
 
 async def test_fifty_at_once_answer_as_one_at_a_time(service: Cluster) -> None:
