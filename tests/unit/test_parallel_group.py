@@ -129,7 +129,8 @@ def test_a_rank_that_loads_is_silent_for_longer_before_it_is_lost(monkeypatch: p
     assert "rank 1 has been silent" in lost[0]
 
 
-def test_loading_and_watching_may_begin_in_the_same_moment() -> None:
+def test_loading_and_watching_may_begin_in_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "PING_INTERVAL_S", 0.01)
     engine = EngineConfig(model="m")
     for _ in range(50):
         with RankGroup(engine, 2, ChildRanks(engine, 2)) as group, ThreadPoolExecutor(2) as pool:
