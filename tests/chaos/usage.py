@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from fleet import Fleet
 
 GRPC_POOL = "event_engine"
@@ -16,8 +20,8 @@ class Usage:
     """Of one process."""
 
     anonymous_bytes: int  # RssAnon + VmSwap: what it took and did not give back, wherever it lies
-    num_threads: int  # without those of gRPC's pool, which come and go as the machine is busy
-    num_descriptors: int
+    threads: tuple[str, ...]  # without those of gRPC's pool, which come and go as the machine is busy
+    descriptors: tuple[str, ...]  # what each is
 
     @classmethod
     def of(cls, pid: int) -> Usage:
@@ -25,13 +29,31 @@ class Usage:
         kilobytes = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
         return cls(
             anonymous_bytes=1024 * kilobytes,
-            num_threads=sum(name != GRPC_POOL for name in _thread_names(pid)),
-            num_descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            threads=tuple(sorted(name for name in _thread_names(pid) if name != GRPC_POOL)),
+            descriptors=tuple(sorted(_descriptors(pid))),
+        )
+
+    def exceeds(self, earlier: Sequence[Usage]) -> bool:
+        """It keeps more threads, or more descriptors, than it had at any of these times."""
+        return len(self.threads) > max(len(usage.threads) for usage in earlier) or len(self.descriptors) > max(
+            len(usage.descriptors) for usage in earlier
         )
 
 
 def _thread_names(pid: int) -> list[str]:
     return [path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/comm")]
+
+
+def _descriptors(pid: int) -> list[str]:
+    """Sockets by their ends, the others by their kind."""
+    sockets = {one.fd: one for one in psutil.Process(pid).net_connections(kind="all")}
+    names = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        socket = sockets.get(int(path.name))
+        with contextlib.suppress(FileNotFoundError):  # closed in between
+            kind = re.sub(r"\d+", "N", str(path.readlink()))
+            names.append(f"{kind} {socket.laddr} {socket.raddr} {socket.status}" if socket else kind)
+    return names
 
 
 def usages(fleet: Fleet) -> dict[str, Usage]:
