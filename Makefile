@@ -7,8 +7,9 @@ BASE_PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-# uv takes a quarter of pip's time, and nothing is compiled that nobody imports. torch comes by pip, which may know of a build on disk.
+# uv takes a tenth of pip's time, and nothing is compiled that nobody imports. torch comes by pip, which may know a build on disk.
 INSTALL ?= $(VENV)/bin/uv pip install -q --python $(PYTHON)
+export UV_HTTP_TIMEOUT ?= 180
 OLDEST := .venv-oldest
 PACKAGES := coordinator draft_worker target_worker specpipe tests benchmarks proto
 PYTEST_FLAGS ?=
@@ -18,6 +19,7 @@ QUICK := -m "not slow and not gpu and not models"
 TOGETHER := -n 4 --dist loadfile
 BY_SERVICES := -n 3 --dist loadscope --no-loadscope-reorder
 STARTS_NO_SERVICE := tests/unit tests/contract tests/distribution
+OLDEST_TESTS = $(wildcard $(shell grep -v '^\#' tests/oldest/tests.txt))
 CHAOS_AT_LENGTH := tests/chaos/test_chaos_at_length.py
 
 # One compute thread a process unless the caller says otherwise: services pin themselves.
@@ -51,7 +53,7 @@ types: setup  ## mypy --strict
 	$(VENV)/bin/mypy
 
 collect: setup  ## every test can be collected; what tests import is compiled once, and not by each of their processes
-	$(PYTHON) -m pytest -qqq --collect-only $(QUICK) tests
+	@$(PYTHON) -m pytest -qqq --collect-only $(QUICK) tests >$(VENV)/collected.txt || { cat $(VENV)/collected.txt; exit 1; }
 
 unit: setup  ## the quick tests only: no service is started
 	$(PYTHON) -m pytest $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(STARTS_NO_SERVICE)
@@ -71,7 +73,7 @@ test-chaos: setup  ## 300 faults over 2,000 requests, faults between network nam
 # An environment of its own for the oldest versions we support. What is not pinned there comes from .venv by a .pth file.
 test-oldest: $(OLDEST)/.complete  ## the version-sensitive tests on the oldest supported dependencies
 	$(OLDEST)/bin/python tests/oldest/check_versions.py
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $$(grep -v '^#' tests/oldest/tests.txt | xargs -n 1 sh -c 'ls -d $$0 2>/dev/null')
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(OLDEST_TESTS)
 
 $(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
 	@rm -rf $(OLDEST)
@@ -80,6 +82,7 @@ $(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
 	  own = pathlib.Path("$(OLDEST)").resolve() / site.relative_to(pathlib.Path("$(VENV)").resolve()); \
 	  (own / "rest.pth").write_text(f"{site}\n{pathlib.Path.cwd()}\n")'
 	$(PYTHON) -m pip --python $(OLDEST)/bin/python install -qq --no-compile -r tests/oldest/requirements.txt
+	@$(OLDEST)/bin/python -m pytest -p no:cacheprovider -qqq --collect-only $(QUICK) $(OLDEST_TESTS) >$(OLDEST)/collected.txt || { cat $(OLDEST)/collected.txt; exit 1; }
 	@touch $@
 
 proto: setup  ## regenerate specpipe/rpc/v1 from proto/

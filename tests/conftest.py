@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
-SHARING = {"test_answers", "test_bad_input", "test_drafters", "test_faults", "test_traces_shown"}
+SHARING = {"test_answers", "test_bad_input", "test_drafters", "test_faults", "test_answers_shown"}
 """Files of `integration` whose tests use one another's services; those of `observability` do too."""
 LONGEST = ("tests/chaos/test_chaos.py", "tests/ray/test_ray_local.py")
 """Begun first, so that nobody waits for them in the end."""

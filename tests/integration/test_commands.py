@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from oracle import Oracle
-from running import RunningService, descendants, environment, run_command, running_service, specpipe, write_lines
+from running import descendants, environment, run_command, running_service, specpipe, write_lines
 from tiny_models import TinyPair
 from waiting import wait_until
 
@@ -61,18 +61,6 @@ def test_generate_answers_a_file_of_prompts_in_order_and_leaves_nothing_running(
         for p in psutil.process_iter(["cmdline"])
         if str(tiny_pair.target) in (p.info["cmdline"] or []) and "--parent-fd" in p.info["cmdline"] and p.ppid() == 1
     ]
-
-
-def test_plain_output_is_the_text_and_one_line_of_statistics_beside_it(service: RunningService) -> None:
-    flags = ("--temperature", "0", "--max-tokens", "20", "--ignore-eos")
-    plain = run_command("generate", "def", "--connect", service.address, *flags)
-    as_json = run_command("generate", "def", "--connect", service.address, *flags, "--json")
-    assert plain.returncode == as_json.returncode == 0
-    text = json.loads(as_json.stdout)["text"]
-    assert plain.stdout == (text if text.endswith("\n") else text + "\n")
-    assert plain.stderr.startswith("20 tokens in ")
-    assert "tokens a round" in plain.stderr
-    assert plain.stderr.count("\n") == 1
 
 
 def test_ctrl_c_ends_everything_with_130(tiny_pair: TinyPair) -> None:

@@ -1,4 +1,4 @@
-"""What the commands draw of a real answer: every round, and sums that are those of its statistics."""
+"""What the commands show of a real answer: its text and a line; every round, and sums that its statistics have too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ import pytest
 from running import RunningService, run_command
 
 FLAGS = ("--temperature", "0", "--max-tokens", "40", "--ignore-eos")
+
+
+def test_plain_output_is_the_text_and_one_line_of_statistics_beside_it(service: RunningService) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "20", "--ignore-eos")
+    plain = run_command("generate", "def", "--connect", service.address, *flags)
+    as_json = run_command("generate", "def", "--connect", service.address, *flags, "--json")
+    assert plain.returncode == as_json.returncode == 0
+    text = json.loads(as_json.stdout)["text"]
+    assert plain.stdout == (text if text.endswith("\n") else text + "\n")
+    assert plain.stderr.startswith("20 tokens in ")
+    assert "tokens a round" in plain.stderr
+    assert plain.stderr.count("\n") == 1
 
 
 def test_the_trace_of_an_answer_has_every_round_and_agrees_with_its_statistics(
