@@ -15,10 +15,10 @@ PACKAGES := coordinator draft_worker target_worker specpipe tests benchmarks pro
 PYTEST_FLAGS ?=
 QUICK := -m "not slow and not gpu and not models"
 # More at a time than there are cores: tests wait for time-outs and for one another's processes. They are dealt out by files,
-# and those that start services so that files which share one stay together (tests/conftest.py).
-TOGETHER := -n 4 --dist loadfile
+# and those that start services so that files which share one stay together (tests/conftest.py). What takes long comes first.
+TOGETHER := -n 4 --dist loadfile --no-loadscope-reorder
 BY_SERVICES := -n 3 --dist loadscope --no-loadscope-reorder
-STARTS_NO_SERVICE := tests/unit tests/contract tests/distribution
+STARTS_NO_SERVICE := tests/distribution tests/contract tests/unit
 OLDEST_TESTS = $(wildcard $(shell grep -v '^\#' tests/oldest/tests.txt))
 CHAOS_AT_LENGTH := tests/chaos/test_chaos_at_length.py
 
