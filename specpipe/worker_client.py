@@ -212,6 +212,11 @@ async def _greet(call: Any, address: str, kind: Kind, incarnation: int, timing: 
             first = await read(call.read)
     except TimeoutError:
         raise WorkerUnavailableError(f"worker {address} does not answer") from None
+    except SpecpipeError as error:
+        if error.code is not ErrorCode.INTERNAL:
+            raise
+        # gRPC forgets the status that a worker sent while our hello was being written
+        raise WorkerUnavailableError(str(error)) from None
     if first is END or first.WhichOneof("event") != "hello":
         raise WorkerUnavailableError(f"worker {address} did not say hello")
     answer = codec_hello.hello_from_pb(first.hello)

@@ -102,7 +102,7 @@ async def test_metrics_of_an_engine_are_what_answers_say(observed: Observed) -> 
     assert coordinator.sum("specpipe_draft_time_seconds_total") == pytest.approx(draft_ms / 1000)
     target = added["target-worker"]
     assert target.sum("specpipe_step_rows_total", type="node") >= coordinator.sum("specpipe_verified_tokens_total")
-    assert added["draft-worker"].sum("specpipe_step_duration_seconds_sum") >= draft_ms / 1000
+    assert added["draft-worker"].sum("specpipe_step_duration_seconds_sum") >= draft_ms / 1000 - 1e-6
 
 
 async def test_a_worker_that_is_started_again_counts_from_nothing_and_the_coordinator_goes_on(
