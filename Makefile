@@ -11,7 +11,6 @@ PYTHON := $(VENV)/bin/python
 INSTALL ?= $(VENV)/bin/uv pip install -q --python $(PYTHON)
 export UV_HTTP_TIMEOUT ?= 180
 OLDEST := .venv-oldest
-PACKAGES := coordinator draft_worker target_worker specpipe tests benchmarks proto
 PYTEST_FLAGS ?=
 QUICK := -m "not slow and not gpu and not models"
 # More at a time than there are cores: tests wait for time-outs and for one another's processes. They are dealt out by files,
@@ -27,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 # Whatever the caller says: a service under test is four processes, and each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup format lint types collect unit test test-slow test-chaos test-oldest proto demo picture bench clean
+.PHONY: help setup format lint types collect unit test test-slow test-chaos test-oldest proto vendor demo picture bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from fleet import Fleet
-
-GRPC_POOL = "event_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +17,7 @@ class Usage:
     """Of one process."""
 
     anonymous_bytes: int  # RssAnon + VmSwap: what it took and did not give back, wherever it lies
-    threads: tuple[str, ...]  # without those of gRPC's pool, which come and go as the machine is busy
+    threads: tuple[str, ...]  # names
     descriptors: tuple[str, ...]  # what each is
 
     @classmethod
@@ -29,15 +26,13 @@ class Usage:
         kilobytes = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
         return cls(
             anonymous_bytes=1024 * kilobytes,
-            threads=tuple(sorted(name for name in _thread_names(pid) if name != GRPC_POOL)),
+            threads=tuple(sorted(_thread_names(pid))),
             descriptors=tuple(sorted(_descriptors(pid))),
         )
 
-    def exceeds(self, earlier: Sequence[Usage]) -> bool:
-        """It keeps more threads, or more descriptors, than it had at any of these times."""
-        return len(self.threads) > max(len(usage.threads) for usage in earlier) or len(self.descriptors) > max(
-            len(usage.descriptors) for usage in earlier
-        )
+    def exceeds(self, earlier: Usage) -> bool:
+        """It keeps more threads or descriptors than it had."""
+        return len(self.threads) > len(earlier.threads) or len(self.descriptors) > len(earlier.descriptors)
 
 
 def _thread_names(pid: int) -> list[str]:

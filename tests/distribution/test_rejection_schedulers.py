@@ -202,7 +202,7 @@ def test_selection_by_the_drawn_tokens_probability_is_noticed(
 ) -> None:
     monkeypatch.setattr(rejection, "_children", confidence_of_the_drawn_token)
     monkeypatch.setattr("target_worker.scheduler.MIN_BLIND_REACH", 0.3)
-    answers = answer_all(SETTINGS[0], DRAFTS["near"], 400, is_quick=True, at_once=1, max_nodes=32)
+    answers = answer_all(SETTINGS[0], DRAFTS["near"], 800, is_quick=True, at_once=1, max_nodes=32)
     assert least_p(answers, SETTINGS[0]) < LEAST_P
     assert watch.draw_bias > 10
 
