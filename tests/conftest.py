@@ -66,10 +66,17 @@ def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Tests in several processes
 
 
-def pytest_collection_finish() -> None:
-    """All that is imported and collected stays: to look through it for unused cycles took 12 s of each process."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nearly all that is imported and collected stays: to look through it for unused cycles again and again, now and
+    later, took 12 s and more of each process."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

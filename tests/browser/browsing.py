@@ -15,12 +15,14 @@ from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_p
 CHROMIUM = shutil.which("chromium")
 PICTURES = Path(__file__).parents[2] / "docs" / "images"
 MAX_PICTURE_BYTES = 150_000
+PATIENCE_MS = 60_000  # on a busy machine
+NOBODY_LOOKS_AT = "WebUIOmniboxPopup,WebUIOmniboxAimPopup"  # pages of the address bar: one process more a window
 
 
 @asynccontextmanager
 async def launched() -> AsyncIterator[Browser]:
     """Debian's Chromium; root has no sandbox there."""
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    arguments = [f"--disable-features={NOBODY_LOOKS_AT}", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         try:
@@ -37,6 +39,7 @@ class Visit:
         self.problems: list[str] = []
         self.hosts: set[str] = set()
         self._address = address
+        page.set_default_timeout(PATIENCE_MS)
         page.on("console", self._note_console)
         page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         page.on("requestfailed", self._note_failure)
@@ -59,11 +62,11 @@ class Visit:
 
     async def finish(self) -> None:
         """Returns when the answer is complete."""
-        await self.page.wait_for_selector(".statistics", timeout=60_000)
+        await self.page.wait_for_selector(".statistics")
 
     async def shows(self, selector: str, text: str) -> None:
         """Returns when it does."""
-        await self.page.wait_for_selector(f"{selector}:has-text({text!r})", timeout=30_000)
+        await self.page.wait_for_selector(f"{selector}:has-text({text!r})")
 
     async def count(self, origin: str) -> int:
         return await self.page.locator(f".text .token.{origin}").count()

@@ -59,7 +59,7 @@ async def test_a_service_that_comes_back_is_found_again(browser: Browser) -> Non
     await visit.shows(".health", "not reachable, trying again")
     await visit.shows("tbody tr", "not known")
     async with cluster(http_port=int(address.rpartition(":")[2])):
-        await visit.page.wait_for_selector(".health.ready", timeout=30_000)
+        await visit.page.wait_for_selector(".health.ready")
         await visit.ask(tokens=8)
         await visit.finish()
         await context.close()
