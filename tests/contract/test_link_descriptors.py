@@ -1,6 +1,7 @@
 """However a link ends, its connection is closed at once, and not when Python next collects cycles of references."""
 
 import asyncio
+import itertools
 import os
 import socket
 from contextlib import suppress
@@ -8,8 +9,9 @@ from contextlib import suppress
 import pytest
 from collected import nothing_is_collected, num_calls
 from fake_step_loop import HELLO, FakeWorker, Ticks, an_open, until
+from grpc.aio._call import StreamStreamCall
 
-from specpipe.errors import SpecpipeError
+from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.types import Hello
 from specpipe.worker_client import WorkerLink
 from specpipe.worker_stream import Timing
@@ -28,6 +30,13 @@ def num_sockets():
 async def read(link):
     async for _ in link:
         pass
+
+
+async def speak(worker):
+    async with worker.connect() as link:
+        while True:
+            link.send(an_open(1))
+            await anext(link)
 
 
 async def leave_at_once(worker):
@@ -95,3 +104,26 @@ async def test_dialling_a_frozen_process_leaves_none_either():
                     pass
         await until(lambda: num_calls() == 0)
         await until(lambda: num_sockets() <= before)
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 3])
+async def test_a_link_whose_write_fails_leaves_none_either(num_written, monkeypatch):
+    """gRPC takes the call for ended then, though its core goes on with it. The first that is written is the hello."""
+    write, count = StreamStreamCall.write, itertools.count()
+
+    async def breaks(call, request):
+        if next(count) % (num_written + 1) < num_written:
+            await write(call, request)
+            return
+        call._cython_call.set_internal_error("execute_batch failed")
+        await call._raise_for_status()
+
+    monkeypatch.setattr(StreamStreamCall, "write", breaks)
+    async with FakeWorker() as worker:
+        with nothing_is_collected():
+            before = num_sockets()
+            for _ in range(3):
+                with pytest.raises(WorkerUnavailableError, match="connection broke"):
+                    await speak(worker)
+            await until(lambda: num_calls() == 0)
+            await until(lambda: num_sockets() <= before)
