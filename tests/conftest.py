@@ -21,7 +21,7 @@ settings.load_profile("busy machine")
 
 SHARING = {"test_answers", "test_bad_input", "test_drafters", "test_faults", "test_answers_shown"}
 """Files of `integration` whose tests use one another's services; those of `observability` do too."""
-LONGEST = ("tests/chaos/test_chaos.py", "tests/ray/test_ray_local.py")
+LONGEST = ("tests/chaos/test_chaos.py", "tests/ray/test_ray_local.py", "tests/observability/")
 """Begun first, so that nobody waits for them in the end."""
 
 
