@@ -16,7 +16,6 @@ QUICK := -m "not slow and not gpu and not models"
 # More at a time than there are cores: tests wait for time-outs and for one another's processes. They are dealt out by files,
 # and those that start services so that files which share one stay together (tests/conftest.py). What takes long comes first.
 TOGETHER := -n 4 --dist loadfile --no-loadscope-reorder
-ONE_BY_ONE := -n 4 --dist worksteal
 BY_SERVICES := -n 3 --dist loadscope --no-loadscope-reorder
 STARTS_NO_SERVICE := tests/distribution tests/contract tests/unit
 OLDEST_TESTS = $(wildcard $(shell grep -v '^\#' tests/oldest/tests.txt))
@@ -73,7 +72,7 @@ test-chaos: setup  ## 300 faults over 2,000 requests, faults between network nam
 # An environment of its own for the oldest versions we support. What is not pinned there comes from .venv by a .pth file.
 test-oldest: $(OLDEST)/.complete  ## the version-sensitive tests on the oldest supported dependencies
 	$(OLDEST)/bin/python tests/oldest/check_versions.py
-	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_FLAGS) $(ONE_BY_ONE) $(QUICK) $(OLDEST_TESTS)
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_FLAGS) $(TOGETHER) $(QUICK) $(OLDEST_TESTS)
 
 $(OLDEST)/.complete: $(VENV)/.complete tests/oldest/requirements.txt
 	@rm -rf $(OLDEST)

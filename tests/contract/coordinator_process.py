@@ -9,8 +9,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from coordinator_cluster import DEMO
+from coordinator_cluster import DEMO, Worker, draft_model, target_model
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -72,6 +73,24 @@ async def coordinator_process(
         if process.returncode is None:
             process.kill()
         await running.end()
+
+
+@asynccontextmanager
+async def running_coordinator(target: Worker, draft: Worker, **options: Any) -> AsyncIterator[Process]:
+    """See `coordinator_process`; the workers run as long as it does."""
+    await target.start()
+    await draft.start()
+    try:
+        async with coordinator_process(target.address, draft.address, **options) as running:
+            yield running
+    finally:
+        await draft.stop()
+        await target.stop()
+
+
+def workers(**draft: Any) -> tuple[Worker, Worker]:
+    """A target worker and a draft worker; `draft` changes what the second says of its model."""
+    return Worker("target", target_model()), Worker("draft", draft_model(**draft))
 
 
 def free_port() -> int:

@@ -5,47 +5,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from coordinator_cluster import Worker, draft_model, target_model
-from coordinator_process import Process, coordinator_process
+from coordinator_process import running_coordinator, workers
 from waiting import wait_until
 
-from specpipe.answers import AnswerEvent, ChatMessage
+from specpipe.answers import ChatMessage
 from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import WorkerUnavailableError
 from specpipe.types import Mode
 
 
-@asynccontextmanager
-async def coordinator(target: Worker, draft: Worker, **options: Any) -> AsyncIterator[Process]:
-    """See `coordinator_process`; the workers run as long as it does."""
-    await target.start()
-    await draft.start()
-    try:
-        async with coordinator_process(target.address, draft.address, **options) as running:
-            yield running
-    finally:
-        await draft.stop()
-        await target.stop()
-
-
-async def read_all(events: AsyncIterator[AnswerEvent], answer: Answer) -> None:
-    async for event in events:
-        answer.add(event)
-
-
-def workers(**draft: Any) -> tuple[Worker, Worker]:
-    return Worker("target", target_model()), Worker("draft", draft_model(**draft))
-
-
 async def test_a_running_coordinator_has_no_torch() -> None:
-    async with coordinator(*workers()) as running:
+    async with running_coordinator(*workers()) as running:
         await wait_until(lambda: running.is_ready, timeout_s=60)
         async with GenerateClient(running.address) as client:
             for prompt in ("def add(left, right):", (ChatMessage(role="user", content="Hello"),)):
@@ -64,7 +37,7 @@ async def test_a_running_coordinator_has_no_torch() -> None:
 
 async def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
     target, draft = workers()
-    async with coordinator(target, draft) as running:
+    async with running_coordinator(target, draft) as running:
         await wait_until(lambda: running.is_ready, timeout_s=60)
         async with GenerateClient(running.address) as client:
             target.gate.clear()
@@ -87,7 +60,7 @@ async def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
 
 async def test_an_answer_longer_than_the_grace_ends_with_an_error_and_exit_code_zero() -> None:
     target, draft = workers()
-    async with coordinator(target, draft, grace_s=0.3) as running:
+    async with running_coordinator(target, draft, grace_s=0.3) as running:
         await wait_until(lambda: running.is_ready, timeout_s=60)
         async with GenerateClient(running.address) as client:
             target.gate.clear()
@@ -101,67 +74,26 @@ async def test_an_answer_longer_than_the_grace_ends_with_an_error_and_exit_code_
         target.gate.set()
 
 
-async def test_a_client_hears_of_a_frozen_target_worker_within_ten_seconds() -> None:
-    """As patient as it is in use: the worker's kernel goes on, and nobody else can take the answer over."""
-    target, draft = workers()
-    async with coordinator(target, draft) as running:
-        await wait_until(lambda: running.is_ready, timeout_s=60)
-        async with GenerateClient(running.address) as client:
-            answer = Answer()
-            events = client.generate(GenerateRequest(prompt=(5, 6), max_tokens=400, ignore_eos=True))
-            while not answer.token_ids:
-                answer.add(await anext(events))
-            target.freeze()
-            frozen_at = time.monotonic()
-            with pytest.raises(WorkerUnavailableError, match="no target worker took the request"):
-                await read_all(events, answer)
-            assert time.monotonic() - frozen_at < 10
-            assert answer.finished is None
-            await wait_until(lambda: "not serving" in running.log)
-
-
-async def test_a_coordinator_that_was_stopped_goes_on_with_its_answers_and_blames_nobody() -> None:
-    """Its workers end its sessions by their own patience; it opens them again from the tokens it holds."""
-    target, draft = workers()
-    async with coordinator(target, draft) as running:
-        await wait_until(lambda: running.is_ready, timeout_s=60)
-        async with GenerateClient(running.address) as client:
-            request = GenerateRequest(prompt=(5, 6), max_tokens=300, ignore_eos=True, seed=9)
-            expected = await client.answer(request, timeout_s=60)
-            answer = Answer()
-            events = client.generate(request, timeout_s=60)
-            while not answer.token_ids:
-                answer.add(await anext(events))
-            running.process.send_signal(signal.SIGSTOP)
-            try:
-                await wait_until(lambda: target.num_sessions == draft.num_sessions == 0, timeout_s=20)
-            finally:
-                running.process.send_signal(signal.SIGCONT)
-            await read_all(events, answer)
-            assert answer.token_ids == expected.token_ids
-            assert "has said nothing" not in running.log
-
-
 async def test_a_port_in_use_is_named_and_exits_2() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = int(taken.getsockname()[1])
-        async with coordinator(*workers(), port=port) as running:
+        async with running_coordinator(*workers(), port=port) as running:
             assert await running.end() == 2
             assert f"port {port}" in running.log
             assert "Traceback" not in running.log
 
 
 async def test_a_draft_with_another_tokenizer_ends_the_start_in_one_sentence() -> None:
-    async with coordinator(*workers(tokenizer_fingerprint="other")) as running:
+    async with running_coordinator(*workers(tokenizer_fingerprint="other")) as running:
         assert await running.end() == 1
         assert "their tokenizers differ" in running.log
         assert "Traceback" not in running.log
 
 
 async def test_a_missing_tokenizer_ends_the_start_in_one_sentence(tmp_path: Path) -> None:
-    async with coordinator(*workers(), tokenizer=tmp_path) as running:
+    async with running_coordinator(*workers(), tokenizer=tmp_path) as running:
         assert await running.end() == 2
         assert "no tokenizer could be loaded" in running.log
         assert "Traceback" not in running.log
