@@ -201,13 +201,11 @@ async def test_steps_are_walked_by_arrow_keys_and_held_by_space(browser: Browser
         await visit.shows(".details", "draft · step")
         await visit.page.keyboard.press("ArrowUp")
         await visit.page.keyboard.press("+")
-        for _ in range(50):
-            await visit.page.keyboard.press("ArrowLeft")
-            if "drafted in" in await visit.page.inner_text(".details"):
-                break  # a round whose nodes have their draft steps framed
-        else:  # on a busy machine no draft came in time: from the prefill, which is the first, to any round
-            await visit.shows(".details", "prefill")
-            await visit.page.keyboard.press("ArrowRight")
+        while not await walks_to_drafts(visit):  # on a busy machine they may be late for a whole answer
+            await visit.page.keyboard.press(" ")
+            await visit.ask(tokens=60, seed="7")
+            await visit.finish()
+            await visit.page.focus("canvas")
         await visit.shows(".details", "verify · step")
         await visit.picture("live-page-step", clip=await around(visit, ".timeline", ".details"))
         await visit.page.keyboard.press(" ")
@@ -215,6 +213,15 @@ async def test_steps_are_walked_by_arrow_keys_and_held_by_space(browser: Browser
         await visit.page.hover("h1")
         await visit.page.focus("#prompt")
         await visit.page.wait_for_selector(".details", state="detached")
+
+
+async def walks_to_drafts(visit: Visit) -> bool:
+    """To the left, up to a round whose nodes have their draft steps framed. False if there is none in fifty."""
+    for _ in range(50):
+        await visit.page.keyboard.press("ArrowLeft")
+        if "drafted in" in await visit.page.inner_text(".details"):
+            return True
+    return False
 
 
 async def around(visit: Visit, *selectors: str) -> Any:
