@@ -21,7 +21,7 @@ from coordinator.driver import Coordinator
 from coordinator.metrics import CoordinatorMetrics, RequestCount
 from coordinator.request_trace import RequestTrace
 from coordinator.requests import Question, Request
-from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch, load_tokenization
+from coordinator.tokenization import Tokenization, TokenizerThread, hide_torch
 from coordinator.trace_service import SERVICE_NAME as TRACE_SERVICE_NAME
 from coordinator.trace_service import TraceService
 from coordinator.tracing import Metadata
@@ -224,7 +224,7 @@ class App:
 
     @property
     def is_ready(self) -> bool:
-        return self._is_open and self.coordinator.is_ready
+        return self._is_open and self.coordinator.is_ready and not self._thread.is_stuck
 
     async def drain(self) -> None:
         """Not ready; returns when the last answer is complete."""
@@ -246,11 +246,12 @@ class App:
             ) from error
 
     def _load(self, name: str) -> Awaitable[Tokenization]:
-        return self._thread.run(load_tokenization, name)
+        return self._thread.load(name)
 
     async def _watch_health(self) -> None:
         while True:
             await self.server.set_serving(self.is_ready)
+            await self.server.set_alive(not self._thread.is_stuck)
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
 

@@ -17,6 +17,7 @@ import math
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ Chat = Sequence[Mapping[str, str]]  # role and content of each message
 
 NUM_CHECKED_TOKENS = 2000  # random tokens on which an incremental decoder must agree with the tokenizer
 UNDECIDED = sys.maxsize
+STUCK_JOB_S = 120.0  # the longest text that a message holds takes less than a minute on a slow core
 
 # Normalizers that never make a text shorter, and by how much others can: NFC composes at most three code points.
 SHRINK_BY_NORMALIZER = {"Prepend": 1, "ByteLevel": 1, "NFD": 1, "NFC": 3}
@@ -185,11 +187,34 @@ def _split_gguf(name: str) -> tuple[str, dict[str, str]]:
 class TokenizerThread:
     """One thread of its own for a tokenizer: it may take long, and is not to be called from two threads at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._clock = clock
+        self._job_since_s: float | None = None  # beginning of the running job; None: none runs, or it is a `load`
+
+    @property
+    def is_stuck(self) -> bool:
+        """A job has run for longer than any text takes, so that all later ones wait for nothing."""
+        since_s = self._job_since_s
+        return since_s is not None and self._clock() - since_s > STUCK_JOB_S
+
+    async def load(self, name: str) -> Tokenization:
+        """`load_tokenization` on the thread. However long that takes, it is not stuck."""
+        return await self._submit(load_tokenization, name)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
+        return await self._submit(self._measured, function, *args)
+
+    async def _submit(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, functools.partial(function, *args))
+
+    def _measured(self, function: Callable[..., T], *args: Any) -> T:
+        self._job_since_s = self._clock()
+        try:
+            return function(*args)
+        finally:
+            self._job_since_s = None
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

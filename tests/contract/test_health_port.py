@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 
 import grpc.aio
 import pytest
+from coordinator_cluster import cluster
 from fake_step_loop import FakeWorker, an_open, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.tokenization import Tokenization
+from specpipe.client import GenerateRequest
 from specpipe.config import ServerConfig
 from specpipe.errors import ConfigError
 from specpipe.server import LIVENESS, create_channel, create_server
@@ -88,3 +92,27 @@ async def test_a_worker_whose_step_hangs_is_neither_ready_nor_alive_and_one_that
             assert await is_well(worker.address, LIVENESS)
             drain.cancel()
         watch.cancel()
+
+
+async def test_a_coordinator_whose_tokenizer_hangs_is_neither_ready_nor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    encode = Tokenization.encode
+
+    def hang(tokens: Tokenization, text: str) -> list[int]:
+        may_end.wait(60)
+        return encode(tokens, text)
+
+    async with cluster() as service:
+        address = service.app.server.address
+        await until(lambda: service.app.server.is_serving)
+        monkeypatch.setattr(Tokenization, "encode", hang)
+        monkeypatch.setattr("coordinator.tokenization.STUCK_JOB_S", 0.0)
+        asking = asyncio.create_task(service.client.answer(GenerateRequest(prompt="Hello", max_tokens=2), timeout_s=60))
+        try:
+            await until(lambda: not service.app.server.is_alive)
+            assert not await is_well(address)
+            assert not await is_well(address, LIVENESS)
+        finally:
+            may_end.set()
+        assert (await asking).token_ids
+        await until(lambda: service.app.server.is_alive and service.app.server.is_serving)

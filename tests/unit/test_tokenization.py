@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import coordinator_tokenizers
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from coordinator.tokenization import UNDECIDED, TokenizerThread, load_tokenization
+from coordinator.tokenization import STUCK_JOB_S, UNDECIDED, TokenizerThread, load_tokenization
 from specpipe.errors import ConfigError, InvalidRequestError
 
 ROOT = Path(__file__).parents[2]
@@ -152,4 +154,43 @@ def test_bytes_decide_nothing_where_text_may_vanish(tmp_path: Path, change: str)
 async def test_the_thread_runs_calls_in_order() -> None:
     thread = TokenizerThread()
     assert await thread.run(sorted, [3, 1, 2]) == [1, 2, 3]
+    thread.close()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no text")])
+async def test_the_thread_is_stuck_while_one_job_takes_too_long_and_not_while_many_do(error: Exception | None) -> None:
+    now_s = 100.0
+    thread = TokenizerThread(lambda: now_s)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def job() -> None:
+        has_begun.set()
+        assert may_end.wait(20)
+        if error is not None:
+            raise error
+
+    waiting = [asyncio.ensure_future(thread.run(job)) for _ in range(3)]
+    assert await asyncio.to_thread(has_begun.wait, 20)
+    now_s += STUCK_JOB_S
+    assert not thread.is_stuck
+    now_s += 1.0
+    assert thread.is_stuck
+    may_end.set()
+    assert await asyncio.gather(*waiting, return_exceptions=True) == [error] * 3
+    now_s += STUCK_JOB_S + 1.0
+    assert not thread.is_stuck, "nothing runs"
+    thread.close()
+
+
+async def test_loading_a_tokenizer_may_take_as_long_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    thread = TokenizerThread(lambda: now_s)
+
+    def load_slowly(name: str) -> bool:
+        nonlocal now_s
+        now_s += STUCK_JOB_S + 1.0
+        return thread.is_stuck
+
+    monkeypatch.setattr("coordinator.tokenization.load_tokenization", load_slowly)
+    assert await thread.load("a hub's") is False
     thread.close()
