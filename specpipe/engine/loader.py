@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from specpipe.config import ROUNDED, EngineConfig
 from specpipe.engine import families, rope, self_check
 from specpipe.engine.folder import ModelFolder, check_folder
 from specpipe.engine.linear import can_round
+from specpipe.engine.memory import Memory, free_memory, total_memory
 from specpipe.engine.prepared import PreparedModel
 from specpipe.engine.runner import ModelRunner
 from specpipe.errors import ConfigError, UnsupportedModelError
@@ -52,7 +52,7 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None, i
 
     The context limit is the model's own, or `config.max_context` if that is less, or what the slots can hold. Without
     `config.num_slots` there are slots for min(max_sessions, 16) contexts of at most 4096 tokens, and for one full
-    context at least, as far as a quarter of the free memory (GPU: 80 %) allows.
+    context at least, as far as a quarter of the free memory (GPU: 80 %) allows; a container's limit counts.
     Raises ConfigError (missing or broken files, no such device), UnsupportedModelError (with the reason).
     """
     report = on_progress or (lambda *_: None)
@@ -130,9 +130,9 @@ def create_runner(
     if model.name not in families.PROVEN:
         self_check.check_model(model, max_context)
     num_sharing = group.num_on_host if group and config.device == "cpu" else 1  # ranks with one memory
-    free_bytes = _free_bytes(model.device) // num_sharing
-    num_slots = config.num_slots or default_num_slots(config, max_context, model.bytes_per_slot, free_bytes)
-    _check_room(num_slots, model.bytes_per_slot, _total_bytes(model.device) // num_sharing)
+    free = _free(model.device).shared_by(num_sharing)
+    num_slots = config.num_slots or default_num_slots(config, max_context, model.bytes_per_slot, free)
+    _check_room(num_slots, model.bytes_per_slot, _total(model.device).shared_by(num_sharing))
     if group is not None:
         num_slots = group.minimum(num_slots)
     if num_slots <= max_context:
@@ -149,23 +149,24 @@ def create_runner(
     return ModelRunner(model, info, num_slots=num_slots)
 
 
-def default_num_slots(config: EngineConfig, max_context: int, bytes_per_slot: int, free_bytes: int) -> int:
+def default_num_slots(config: EngineConfig, max_context: int, bytes_per_slot: int, free: Memory) -> int:
     """Slots when none are asked for, slot 0 included. Raises ConfigError if not even 64 tokens fit."""
     num_sessions = min(config.max_sessions, MAX_DEFAULT_SESSIONS)
     wanted = max(num_sessions * min(max_context, MAX_DEFAULT_CONTEXT), max_context + config.max_batch_tokens) + 1
     share = MEMORY_SHARE if config.device == "cpu" else GPU_MEMORY_SHARE
-    affordable = int(free_bytes * share) // bytes_per_slot
+    affordable = int(free.num_bytes * share) // bytes_per_slot
     if affordable < 64:
-        raise ConfigError(f"{free_bytes >> 20} MiB of free memory hold only {affordable} KV slots; set num_slots")
+        remedy = "raise that limit or set num_slots" if free.limit else "set num_slots"
+        raise ConfigError(f"{free.told('free memory')} hold only {affordable} KV slots; {remedy}")
     return min(wanted, affordable)
 
 
-def _check_room(num_slots: int, bytes_per_slot: int, total_bytes: int) -> None:
+def _check_room(num_slots: int, bytes_per_slot: int, total: Memory) -> None:
     """Raises ConfigError for more slots than the whole memory holds (pages that no slot has touched cost none)."""
-    if num_slots * bytes_per_slot > total_bytes:
+    if num_slots * bytes_per_slot > total.num_bytes:
         raise ConfigError(
-            f"num_slots {num_slots} does not fit: {bytes_per_slot} bytes a slot, {total_bytes >> 20} MiB of memory; "
-            f"at most {total_bytes // bytes_per_slot} slots"
+            f"num_slots {num_slots} does not fit: {bytes_per_slot} bytes a slot, {total.told('memory')}; "
+            f"at most {total.num_bytes // bytes_per_slot} slots"
         )
 
 
@@ -186,16 +187,12 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _total_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _total(device: torch.device) -> Memory:
+    return Memory(int(torch.cuda.mem_get_info(device)[1])) if device.type == "cuda" else total_memory()
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _free(device: torch.device) -> Memory:
+    return Memory(int(torch.cuda.mem_get_info(device)[0])) if device.type == "cuda" else free_memory()
 
 
 def _refuse_incomplete(folder: ModelFolder, loading: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from specpipe.config import EngineConfig
 from specpipe.engine import loader
 from specpipe.engine.interface import SessionRows, StepBatch
 from specpipe.engine.loader import default_num_slots, load_model
+from specpipe.engine.memory import Memory
 from specpipe.engine.runner import ModelRunner
 from specpipe.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 
@@ -170,13 +171,37 @@ def test_the_context_is_the_least_of_model_flag_and_slots(tmp_path: Path) -> Non
 
 def test_default_slots_are_bounded_by_sessions_and_memory() -> None:
     config = EngineConfig(model="x", max_sessions=4, max_batch_tokens=256)
-    assert default_num_slots(config, 1000, 1, 1 << 40) == 4 * 1000 + 1
+    plenty = Memory(1 << 40)
+    assert default_num_slots(config, 1000, 1, plenty) == 4 * 1000 + 1
     many = dataclasses.replace(config, max_sessions=64)
-    assert default_num_slots(many, 1000, 1, 1 << 40) == 16 * 1000 + 1
-    assert default_num_slots(many, 100_000, 1, 1 << 40) == 100_256 + 1
-    assert default_num_slots(many, 1000, 1024, 4 * 1024 * 500) == 500
-    with pytest.raises(ConfigError, match="KV slots"):
-        default_num_slots(many, 1000, 1024, 1024)
+    assert default_num_slots(many, 1000, 1, plenty) == 16 * 1000 + 1
+    assert default_num_slots(many, 100_000, 1, plenty) == 100_256 + 1
+    assert default_num_slots(many, 1000, 1024, Memory(4 * 1024 * 500)) == 500
+    with pytest.raises(ConfigError, match=r"0 MiB of free memory hold only 0 KV slots; set num_slots"):
+        default_num_slots(many, 1000, 1024, Memory(1024))
+
+
+def test_weights_that_leave_no_room_name_the_limit_of_their_container() -> None:
+    config = EngineConfig(model="x")
+    free = Memory(3 << 20, "/sys/fs/cgroup/memory.max")
+    with pytest.raises(ConfigError) as refused:
+        default_num_slots(config, 1000, 1 << 20, free)
+    assert str(refused.value) == (
+        "3 MiB of free memory (limited by /sys/fs/cgroup/memory.max) hold only 0 KV slots; "
+        "raise that limit or set num_slots"
+    )
+
+
+def test_slots_are_bounded_by_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path / "m", "llama")
+    per_slot = load(folder).model.bytes_per_slot
+    limits = {"total_memory": Memory(800 * per_slot, "memory.max"), "free_memory": Memory(400 * per_slot, "memory.max")}
+    for name, memory in limits.items():
+        monkeypatch.setattr(loader, name, lambda memory=memory: memory)
+    assert load(folder, num_slots=None).num_slots == 100  # a quarter of what is free
+    assert load(folder, num_slots=800).num_slots == 800
+    with pytest.raises(ConfigError, match=r"num_slots 801 .* \(limited by memory\.max\); at most 800 slots"):
+        load(folder, num_slots=801)
 
 
 def test_more_slots_than_memory_holds_are_refused(tmp_path: Path) -> None:
