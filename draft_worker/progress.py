@@ -13,12 +13,12 @@ from specpipe.types import Heartbeat
 @dataclass(frozen=True, slots=True)
 class Progress:
     step: int = 0
-    started_s: float | None = None  # None: no step runs
+    busy_since_s: float | None = None  # beginning of what `run_once` is at; None: it is not running
     num_sessions: int = 0
     num_free_slots: int = 0
 
     def heartbeat(self, now_s: float) -> Heartbeat:
-        running_ms = 0.0 if self.started_s is None else (now_s - self.started_s) * 1e3
+        running_ms = 0.0 if self.busy_since_s is None else (now_s - self.busy_since_s) * 1e3
         return Heartbeat(
             step=self.step,
             step_running_ms=max(running_ms, 0.0),

@@ -133,6 +133,7 @@ class DraftLoop:
 
     def run_once(self) -> float | None:
         """One step if there is work: 0.0 (call again at once). None: nothing to do until a message comes."""
+        self._progress = replace(self._progress, busy_since_s=self._clock())
         self._take_up_parked()
         plan = self._plan()
         if plan:
@@ -298,7 +299,7 @@ class DraftLoop:
         batch = StepBatch(sessions=[layout_rows(work, slots) for work, slots in zip(plan, new_slots, strict=True)])
         number = self._progress.step + 1
         started_s = self._clock()
-        self._progress = replace(self._progress, step=number, started_s=started_s)
+        self._progress = replace(self._progress, step=number, busy_since_s=started_s)
         logits = iter(self._model.forward(batch))
         run = StepRun(
             number=number,
@@ -307,7 +308,7 @@ class DraftLoop:
             num_sessions=len(plan),
             num_rows=batch.num_rows,
         )
-        self._progress = replace(self._progress, started_s=None)
+        self._progress = replace(self._progress, busy_since_s=run.end_s)
         self._observe(plan, run)
         for work, slots in zip(plan, new_slots, strict=True):
             work.session.slots.extend(slots)
@@ -328,7 +329,7 @@ class DraftLoop:
     def _apply(self, work: SessionWork, logits: Iterator[Logits], run: StepRun) -> None:
         """Take one session's results: exactly its rows of `logits`, whatever becomes of the session."""
         session = work.session
-        step = DraftStep(run.number, run.ms, run.ms * work.num_rows / run.num_rows)
+        step = DraftStep(run.number, run.ms, run.ms * (work.num_rows / run.num_rows))  # never more than the whole
         expanded = [session.tree.root] if work.reaches_root else []
         results = [(node, next(logits)) for node in expanded + work.nodes]
         self._last_steps[session.key] = step
@@ -383,7 +384,9 @@ class DraftLoop:
             session.recorder.add_event(kind, self._clock(), base=session.base)
 
     def _note_progress(self) -> None:
-        self._progress = replace(self._progress, num_sessions=len(self._sessions), num_free_slots=self._room.num_free)
+        """What the heartbeat tells while the thread waits."""
+        step, num_sessions, num_free_slots = self._progress.step, len(self._sessions), self._room.num_free
+        self._progress = Progress(step=step, num_sessions=num_sessions, num_free_slots=num_free_slots)
 
 
 def _failure(session: int, error: SpecpipeError, is_retryable: bool | None = None) -> Failed:

@@ -54,7 +54,11 @@ class StepLoop(Protocol):
         ...
 
     def heartbeat(self) -> Heartbeat:
-        """What the thread does now. Called from the event loop: must be thread-safe and never wait for a step."""
+        """What the thread does now. Called from the event loop: must be thread-safe and never wait for a step.
+
+        `step_running_ms`: how long `run_once` has been at one thing, be it the forward pass, or what comes before or
+        after it; 0 while it is not running. A part that hangs shows, and a long pass is not longer for its neighbours.
+        """
         ...
 
 
@@ -85,6 +89,7 @@ class ModelThread:
         self._num_dropped_before = (0, 0)  # in and out, of links that are gone
         self._is_stopping = False
         self._step_loop: StepLoop | None = None
+        self._receiving_since_s: float | None = None  # since when the step loop receives mail; None: it does not
         self._event_loop: asyncio.AbstractEventLoop
         self._ready: asyncio.Future[None]
         self.failure: asyncio.Future[None]
@@ -107,7 +112,13 @@ class ModelThread:
         return self._step_loop is not None and not self._is_stopping and not self.failure.done()
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat() if self._step_loop is None else self._step_loop.heartbeat()
+        """The step loop's, where receiving mail is one of the things that it may be at."""
+        if self._step_loop is None:
+            return Heartbeat()
+        heartbeat, since_s = self._step_loop.heartbeat(), self._receiving_since_s
+        if since_s is None:
+            return heartbeat
+        return replace(heartbeat, step_running_ms=(time.perf_counter() - since_s) * 1e3)
 
     # Links
 
@@ -194,8 +205,10 @@ class ModelThread:
     def _run(self, step_loop: StepLoop) -> None:
         wait_s: float | None = 0.0
         while (mail := self._wait(wait_s)) is not None:
+            self._receiving_since_s = time.perf_counter()
             for number, link in mail:
                 self._deliver(step_loop, number, link)
+            self._receiving_since_s = None
             wait_s = step_loop.run_once()
 
     def _wait(self, wait_s: float | None) -> list[tuple[int, _Link]] | None:

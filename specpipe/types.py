@@ -247,7 +247,7 @@ class Heartbeat:
     """Sent each second by the event loop of both sides; says what the model thread does."""
 
     step: int = 0  # number of the running or last step
-    step_running_ms: float = 0.0  # how long it has run; 0: none runs
+    step_running_ms: float = 0.0  # how long the thread has been at it, or at mail, planning, a verdict; 0: it waits
     num_sessions: int = 0
     num_free_slots: int = 0
     is_draining: bool = False  # it takes no new session, and ends when its own have ended or its grace is over

@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_SESSIONS = 4096
 """Sessions of one stream with messages waiting, in or out; beyond it nothing is read from the stream for a moment."""
 STUCK_STEP_S = 30.0
-"""A step that has run for longer means NOT_SERVING."""
+"""A model thread that is at one thing for longer (mail, a forward pass, what comes before or after it) hangs, and its
+worker is neither ready nor alive."""
 
 
 class WorkerService:
@@ -104,7 +105,7 @@ class WorkerService:
 
     @property
     def is_stuck(self) -> bool:
-        """A step has run for longer than any step may."""
+        """The model thread has been at one thing for longer than anything may take; waiting for work is not that."""
         return self._thread.heartbeat().step_running_ms > self._stuck_step_s * 1000.0
 
     async def watch_health(self, server: Server) -> None:

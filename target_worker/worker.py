@@ -93,7 +93,7 @@ class TargetLoop:
         self._paused: set[int] = set()
         self._num_opened = 0
         self._step = 0
-        self._step_started: float | None = None
+        self._busy_since: float | None = None  # beginning of what `run_once` is at; None: it is not running
         self._last_end: float | None = None  # end of the last step
         self._is_back_to_back = False  # nothing but our own work lies between the last step and now
 
@@ -130,10 +130,10 @@ class TargetLoop:
                 session.become_ready(self._clock())
 
     def heartbeat(self) -> Heartbeat:
-        started = self._step_started
+        since = self._busy_since
         return Heartbeat(
             step=self._step,
-            step_running_ms=0.0 if started is None else (self._clock() - started) * 1e3,
+            step_running_ms=0.0 if since is None else (self._clock() - since) * 1e3,
             num_sessions=len(self._sessions),
             num_free_slots=self._room.num_free,
         )
@@ -203,7 +203,12 @@ class TargetLoop:
 
     def run_once(self) -> float | None:
         """Run one step if there is work. Returns seconds to wait for messages; 0.0: none; None: until one comes."""
-        now = self._clock()
+        now = self._busy_since = self._clock()
+        wait_s = self._run_or_wait(now)
+        self._busy_since = None
+        return wait_s
+
+    def _run_or_wait(self, now: float) -> float | None:
         self._waits.end_exposure(now)
         self._expire(now)
         self._room.admit(self._paused)
@@ -234,11 +239,10 @@ class TargetLoop:
         load = total_load(steps)
         batch = create_batch(steps)
         self._step += 1
-        start = self._step_started = self._clock()
+        start = self._busy_since = self._clock()
         self._speech.flush()
         logits = self._model.forward(batch)
-        end = self._clock()
-        self._step_started = None
+        end = self._busy_since = self._clock()
         run = StepRun(
             number=self._step,
             start_s=start,

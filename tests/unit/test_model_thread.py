@@ -39,10 +39,13 @@ class FakeLoop:
         self.raising = {}
         self.step_error = None
         self.waits = []
+        self.mail_gate = threading.Event()
+        self.mail_gate.set()
 
     def receive(self, link, message):
         assert threading.current_thread() is self.thread
         self.log.append((link, message))
+        self.mail_gate.wait(20)
         if isinstance(message, Close):
             self.send(link, Closed(session=message.session, length=0))
         elif message.session in self.raising:
@@ -87,6 +90,7 @@ class Rig:
 
     async def __aexit__(self, *_):
         self.loop.gate.set()
+        self.loop.mail_gate.set()
         self.thread.stop()
         await asyncio.wait([self.thread.failure])
 
@@ -166,6 +170,18 @@ async def test_what_comes_during_a_step_is_merged_and_bounded():
         extensions = [entry[1] for entry in rig.loop.log if isinstance(entry[1], Extension)]
         assert [commit.tokens for commit in commits] == [tuple(range(500))]
         assert [extension.base for extension in extensions] == list(range(500 - MAX_PENDING_EXTENSIONS, 500))
+
+
+async def test_mail_at_which_the_step_loop_hangs_counts_as_a_running_step_and_waiting_does_not():
+    async with Rig() as rig:
+        await rig.until(lambda: rig.loop.log == ["step"])
+        assert rig.thread.heartbeat() == Heartbeat(step=1)
+        rig.loop.mail_gate.clear()
+        rig.thread.post(rig.link, NeedTokens(session=1, have=2))
+        await rig.until(lambda: rig.thread.heartbeat().step_running_ms > 5.0)
+        assert rig.loop.log.count("step") == 1, "no step has begun"
+        rig.loop.mail_gate.set()
+        await rig.until(lambda: rig.thread.heartbeat() == Heartbeat(step=2))
 
 
 async def test_zero_runs_again_at_once_and_seconds_wait_for_messages():
