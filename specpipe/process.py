@@ -35,10 +35,12 @@ EXIT_INVALID = 2
 EXIT_INTERRUPTED = 130
 HTTP_PREFIX = "http="  # of the word in the ready line that says where pages are served
 METRICS_PREFIX = "metrics="  # ... and where Prometheus finds metrics
+LAST_WAIT_S = 0.2  # for a thread that was told to end
 ORPHAN_GRACE_S = 2.0
 """How long an orphan may take to end by itself."""
 
 _PR_SET_PDEATHSIG = 1
+_LONG_JOBS = {"model": "a step", "tokenizer_0": "the tokenizer"}  # by the name of the thread that may be inside one
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -228,13 +230,17 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 def _leave_if_stuck(code: int) -> None:
-    """Exit at once if a model thread is still inside a step: the interpreter cannot end it in peace."""
-    if any(thread.daemon and thread.name == "model" for thread in threading.enumerate()):
-        logger.warning("leaving while a step still runs")
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    """Exit at once if a thread is still inside a job: the interpreter would wait for it, or not end it in peace."""
+    for thread in threading.enumerate():
+        if thread.name not in _LONG_JOBS:
+            continue
+        thread.join(LAST_WAIT_S)
+        if thread.is_alive():
+            logger.warning("leaving while %s still runs", _LONG_JOBS[thread.name])
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """A worker process without a model, started by test_process.py: `process_under_test.py WORK [key=value...]`."""
 
+import asyncio
 import gc
 import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 
 from fake_step_loop import HELLO, FakeStepLoop
@@ -75,6 +77,23 @@ def stubborn_main(config):
     return main
 
 
+def tokenizing_main():
+    """Begin to tokenize for ever, and end."""
+
+    async def main():
+        from coordinator.tokenization import TokenizerThread
+
+        has_begun = threading.Event()
+        thread = TokenizerThread()
+        job = asyncio.ensure_future(thread.run(lambda: (has_begun.set(), time.sleep(60))))
+        await asyncio.to_thread(has_begun.wait)
+        job.cancel()
+        thread.close()
+        return 0
+
+    return main
+
+
 def main(work, *options):
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
     values = dict(option.split("=") for option in options)
@@ -82,6 +101,8 @@ def main(work, *options):
         return start_child([int(values["ready_fd"])])
     extra = {name: int(values.pop(name)) for name in ("core", "num_threads") if name in values}
     config = ServerConfig(**{name: float(value) if name == "grace_s" else int(value) for name, value in values.items()})
+    if work == "tokenizer":
+        return run_process(tokenizing_main(), config)
     if work == "blocked":
         return run_process(stubborn_main(config), config)
     return run_process(lambda: serve_worker("target", config, lambda send: create(work, send)), config, **extra)

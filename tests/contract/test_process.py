@@ -216,6 +216,13 @@ async def test_a_step_that_never_ends_does_not_keep_the_process():
         assert "leaving while a step still runs" in text
 
 
+async def test_a_tokenizer_that_never_ends_does_not_keep_the_process():
+    with child("tokenizer") as coordinator:
+        code, text = await asyncio.to_thread(coordinator.ended)
+    assert code == 0, text
+    assert "leaving while the tokenizer still runs" in text
+
+
 @pytest.mark.parametrize(
     ("work", "code", "sentence"),
     [
