@@ -235,12 +235,13 @@ class StopScanner:
     def push(self, text: str, pending: str = "") -> tuple[str, bool]:
         """(text to give out, whether a stop string is complete). Then the text ends before it.
 
-        `pending` follows `text` if the answer ends here. Of stop strings complete in one push the one that ends first
-        counts, and of those the longest. After True the scanner is at its end.
+        `pending` follows `text` if the answer ends here; what the next token may turn into a character completes none.
+        Of stop strings complete in one push the one that ends first counts, and of those the longest. After True the
+        scanner is at its end.
         """
         if self.is_idle:
             return text, False
-        view = self._held + text + pending
+        view = self._held + text + pending.rstrip(REPLACEMENT)
         matches = [(start + len(stop), start) for stop in self._stops if (start := view.find(stop)) >= 0]
         if matches:
             self._held = ""

@@ -200,6 +200,20 @@ def test_a_stop_string_inside_multi_byte_characters(kind: str, stop: str) -> Non
     assert (text, used) == (tokens.decode(ids[:smallest]).split(stop)[0], smallest)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("stop", ["\N{REPLACEMENT CHARACTER}", "a\N{REPLACEMENT CHARACTER}"])
+@pytest.mark.parametrize("data", ["aď中x".encode(), b"a\xffx", b"a\xe4x"])
+def test_a_character_of_which_bytes_are_missing_completes_no_stop_string(kind: str, stop: str, data: bytes) -> None:
+    """It reads as U+FFFD until the next token; what is broken for good is one."""
+    tokens = tokenization(kind)
+    ids = byte_ids(tokens, data)
+    answer = tokens.create_answer([stop])
+    piece = answer.push(ids)
+    whole = tokens.decode(ids)
+    assert piece.is_stopped is (stop in whole)
+    assert piece.text + ("" if piece.is_stopped else answer.finish()) == whole.split(stop)[0]
+
+
 @given(
     cuts=st.lists(st.integers(1, 5), min_size=1, max_size=40), stop=st.sampled_from(["dog", "the", "z", "brown fox"])
 )
