@@ -5,17 +5,20 @@ Owns: those metrics (docs/metrics.md). Must not know: requests, messages, clocks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
 
 from coordinator.events import Cause, Kind
 from coordinator.metric_sums import declare_counter
 from coordinator.pools import Connection, Pool
-from specpipe.telemetry.instruments import Counter, Description, Instruments, Labels, Readings
+from specpipe.telemetry.instruments import Description, Instruments, Labels, Readings
 
 CAUSES = ("unplaced", "lost", "failed", "closed")
 """Why a request goes on without a draft worker."""
 STATES = ("connected", "silent", "lost")
+GONE: Final = "gone"
+"""In place of their addresses: of all workers that are not looked for any more."""
 
 
 class Coordinating(Protocol):
@@ -34,6 +37,36 @@ class Coordinating(Protocol):
 
     @property
     def workers(self) -> Sequence[tuple[Kind, str]]: ...
+
+
+class Losses:
+    """Connections lost, by kind and address of their worker.
+
+    Addresses come and go with each pod there ever was; those that are not looked for any more are counted as one. Their
+    losses go there once they have been read at their own address, so that the sum over all never falls.
+    """
+
+    def __init__(self, looked_for: Callable[[], Sequence[Labels]]) -> None:
+        self._looked_for = looked_for
+        self._counts: dict[Labels, int] = {}
+        self._told: dict[Labels, int] = {}
+        self._gone: dict[Labels, int] = {}
+        self._lock = threading.Lock()  # a reader moves counts, on any thread
+
+    def add(self, labels: Labels) -> None:
+        with self._lock:
+            self._counts[labels] = self._counts.get(labels, 0) + 1
+
+    def read(self) -> Readings:
+        with self._lock:
+            looked_for = dict.fromkeys(self._looked_for(), 0)
+            for labels, count in self._told.items():
+                if labels not in looked_for and self._counts.get(labels) == count:
+                    del self._counts[labels]
+                    gone = (labels[0], GONE)
+                    self._gone[gone] = self._gone.get(gone, 0) + count
+            self._told = looked_for | self._counts
+            return self._told | self._gone
 
 
 class WorkerMetrics:
@@ -55,7 +88,7 @@ class WorkerMetrics:
             cause=CAUSES,
         )
         self._num_dropped = 0  # by connections that are gone
-        self._losses = Counter(())
+        self._losses = Losses(self._labels)
         labels = ("kind", "address")
         about = Description(name="specpipe.worker.losses", unit="{loss}", text="Connections lost.", labels=labels)
         instruments.observe(about, self._losses.read)
@@ -74,11 +107,9 @@ class WorkerMetrics:
 
     def watch(self, coordinator: Coordinating) -> None:
         self._coordinator = coordinator
-        for labels in self._labels():
-            self._losses.add(0, *labels)
 
     def lose(self, connection: Connection) -> None:
-        self._losses.add(1, connection.kind.value, connection.address)
+        self._losses.add((connection.kind.value, connection.address))
         self._num_dropped += connection.link.num_dropped_extensions
 
     def _labels(self) -> list[Labels]:

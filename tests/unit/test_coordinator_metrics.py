@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,9 @@ from coordinator.events import (
     Unplaced,
 )
 from coordinator.metric_sums import RoundMetrics
+from coordinator.metric_workers import WorkerMetrics
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.pools import Connection, Link, Pool
 from coordinator.requests import Request
 from coordinator.state import RequestMachine
 from coordinator.statistics import RequestStatistics, cut_commit, told_rounds
@@ -391,3 +394,57 @@ def test_what_a_draft_worker_says_after_the_end_changes_nothing() -> None:
     assert not [out for out in story.machine.handle(Lost(Kind.DRAFT, 2, "gone"), 0.0) if isinstance(out, Send)]
     story.do(Lost(Kind.DRAFT, 2, "gone"), Unplaced(Kind.DRAFT))
     assert some(story.read("fallbacks")) == some(story.read("session_moves")) == {}
+
+
+# Workers
+
+
+@dataclass
+class Looking:
+    """A coordinator that looks for these workers."""
+
+    workers: list[tuple[Kind, str]]
+    num_waiting: int = 0
+    num_running: int = 0
+    pools: dict[Kind, Pool] = field(default_factory=lambda: {kind: Pool(kind) for kind in Kind})
+
+
+def losses(looking: Looking) -> tuple[Callable[[], dict[Labels, float]], Callable[[Kind, str], None]]:
+    instruments = Instruments()
+    metrics = WorkerMetrics(instruments)
+    metrics.watch(looking)
+
+    def lose(kind: Kind, address: str) -> None:
+        link = cast("Link", SimpleNamespace(num_dropped_extensions=0))
+        metrics.lose(Connection(1, kind, address, link))
+
+    return lambda: dict(read(instruments, "worker.losses")), lose
+
+
+def test_losses_of_workers_that_are_not_looked_for_any_more_are_one_number_and_the_sum_never_falls() -> None:
+    looking = Looking([(Kind.TARGET, "a:1"), (Kind.DRAFT, "b:1")])
+    told, lose = losses(looking)
+    assert told() == {("target", "a:1"): 0, ("draft", "b:1"): 0}, "from the beginning, so that the first loss is one"
+    for number in range(100):
+        looking.workers = [(Kind.TARGET, f"t{number}:1"), (Kind.DRAFT, "b:1")]
+        lose(Kind.TARGET, f"t{number}:1")
+        now = told()
+        assert now[("target", f"t{number}:1")] == 1
+        assert sum(now.values()) == number + 1
+        assert len(now) <= 4
+    assert now[("target", "gone")] == 99
+    assert ("draft", "gone") not in now
+
+
+def test_the_last_loss_of_a_worker_is_told_at_its_address_before_it_counts_among_those_that_are_gone() -> None:
+    looking = Looking([(Kind.DRAFT, "b:1")])
+    told, lose = losses(looking)
+    told()
+    lose(Kind.DRAFT, "b:1")
+    looking.workers = []
+    assert told() == {("draft", "b:1"): 1}
+    assert told() == {("draft", "gone"): 1}
+    looking.workers = [(Kind.DRAFT, "b:1")]
+    assert told() == {("draft", "b:1"): 0, ("draft", "gone"): 1}, "what has gone there stays there"
+    lose(Kind.DRAFT, "b:1")
+    assert told() == {("draft", "b:1"): 1, ("draft", "gone"): 1}
