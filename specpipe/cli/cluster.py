@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ ClusterFile = Annotated[Path, typer.Argument(help="What the service is made of: 
 class UpFlags:
     """Flags of `up`."""
 
-    timeout: Annotated[float, option("Seconds until everything must serve.  [600]")] = 600.0
+    timeout: Annotated[
+        float | None, option("Seconds until everything must serve.  [models.load_timeout_s of the file]")
+    ] = None
     json: Annotated[bool, option("One JSON line when ready.", "--json")] = False
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
 
@@ -66,13 +69,17 @@ def up(file: ClusterFile, *, own: UpFlags) -> int:
     """Start the service of CLUSTER.yaml on Ray and keep it alive."""
     configure_logging(own.log_level)
     config = read_cluster(file, "up")
-    if own.timeout <= 0:
-        raise ConfigError(f"--timeout must be more than 0, got {own.timeout:g}")
+    timeout_s = config.models.load_timeout_s if own.timeout is None else own.timeout
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"--timeout must be more than 0, got {timeout_s:g}")
+    config = config.patient(timeout_s)
     if config.ray.is_local:
         check_models(config)
     check_ray("up")
     with new_ray(config) as has_ended:
-        return run_with_signals(lambda signals: _up(config, own, signals, has_ended), terminated=EXIT_TERMINATED)
+        return run_with_signals(
+            lambda signals: _up(config, own, timeout_s, signals, has_ended), terminated=EXIT_TERMINATED
+        )
 
 
 @takes_flags(own=StatusFlags)
@@ -108,13 +115,13 @@ def check_models(config: ClusterConfig) -> None:
     resolve_models(flags, is_drafting=config.is_drafting)
 
 
-async def _up(config: ClusterConfig, own: UpFlags, signals: Signals, has_ended: HasEnded) -> int:
+async def _up(config: ClusterConfig, own: UpFlags, timeout_s: float, signals: Signals, has_ended: HasEnded) -> int:
     from specpipe.cluster.on_ray import ControllerHandle
 
     handle = ControllerHandle.create(config)
     is_staying = False
     try:
-        ready = await _unless_ended(_ready(handle, own.timeout), has_ended)
+        ready = await _unless_ended(_ready(handle, timeout_s), has_ended)
         write_status(ready, is_json=own.json)
         is_staying = not config.ray.is_local
         return EXIT_OK if is_staying else await _unless_ended(_until_ended(handle, signals), has_ended)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from specpipe.cluster.replica import ReplicaStatus
 from specpipe.cluster.service import ClusterStatus
 from specpipe.cluster.status import Lines, status_json
-from specpipe.launcher.plan import COORDINATOR
 from specpipe.telemetry.logs import visible
 
 
@@ -24,8 +23,7 @@ def write_status(status: ClusterStatus, *, is_json: bool, lines: Lines | None = 
 
 
 def status_lines(status: ClusterStatus, lines: Lines | None = None) -> Iterator[str]:
-    answering = [r.process.address for r in status.replicas if r.role == COORDINATOR and r.process and r.is_serving]
-    places = f": answers at {', '.join(answering)}" if answering else ""
+    places = f": answers at {', '.join(status.answering)}" if status.answering else ""
     yield f"{status.name} is {'ready' if status.is_ready else 'not ready'}{places}"
     width = max((len(replica.name) for replica in status.replicas), default=0)
     for replica in status.replicas:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from specpipe.cluster.autoscale import MAX_COUNT, AutoscaleConfig
 from specpipe.config import TelemetryConfig, TlsConfig, check_counts, check_k, check_port_number
 from specpipe.errors import ConfigError
-from specpipe.launcher.plan import NGRAM, NONE
+from specpipe.launcher.plan import NGRAM, NONE, START_TIMEOUT_S
 from specpipe.telemetry.logs import LogLevel
 from specpipe.types import Mode, Rule
 
@@ -57,10 +57,13 @@ class ModelsConfig:
     max_context: int | None = None  # positions of a sequence
     num_slots: int | None = None  # tokens that each KV cache holds
     max_batch_tokens: int | None = None  # rows of one step
+    load_timeout_s: float = START_TIMEOUT_S  # that a process may take until it serves, whenever it starts
 
     def __post_init__(self) -> None:
         if not self.target.strip():
             raise ConfigError("target must name a model")
+        if not 0 < self.load_timeout_s < math.inf:
+            raise ConfigError(f"load_timeout_s must be more than 0, got {self.load_timeout_s:g}")
         check_counts(self, "max_context", "num_slots", "max_batch_tokens")
 
     @property
@@ -174,6 +177,11 @@ class ClusterConfig:
             raise ConfigError("autoscale.draft_workers: nothing drafts with a model of its own in this service")
         if self.telemetry.metrics_port is not None:
             raise ConfigError("telemetry.metrics_port: give coordinators.metrics_port; workers have free ports")
+
+    def patient(self, timeout_s: float) -> ClusterConfig:
+        """The same, and a process has at least `timeout_s` seconds until it serves: whoever waits so long means it."""
+        load_timeout_s = max(timeout_s, self.models.load_timeout_s)
+        return replace(self, models=replace(self.models, load_timeout_s=load_timeout_s))
 
     @property
     def num_draft_workers(self) -> int:

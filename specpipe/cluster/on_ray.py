@@ -288,31 +288,36 @@ class ControllerHandle:
         return cls(actor, name) if actor is not None else None
 
     async def wait_ready(self) -> ClusterStatus:
-        status: ClusterStatus = await _result_of(self._actor.wait_ready.remote())
+        """See `Controller.wait_ready`."""
+        status: ClusterStatus = await self._asked("wait_ready")
         return status
 
     async def wait_stopped(self) -> None:
         """Returns when somebody has stopped it, in order or not. One that Ray starts again has not been stopped."""
-        while True:
-            try:
-                await _result_of(self._actor.wait_stopped.remote())
-            except GroupLostError as error:
-                if _actor_named(self._name) is not None:
-                    logger.warning("the controller was lost: %s", error)
-                    await asyncio.sleep(RESTART_POLL_S)
-                    continue
-            return
+        with contextlib.suppress(GroupLostError):
+            await self._asked("wait_stopped")
 
     async def status(self) -> ClusterStatus:
-        status: ClusterStatus = await _result_of(self._actor.status.remote())
+        status: ClusterStatus = await self._asked("status")
         return status
 
     async def lines(self) -> dict[str, tuple[str, ...]]:
-        lines: dict[str, tuple[str, ...]] = await _result_of(self._actor.lines.remote())
+        lines: dict[str, tuple[str, ...]] = await self._asked("lines")
         return lines
 
     async def stop(self, grace_s: float) -> None:
         await _result_of(self._actor.stop.remote(grace_s))
+
+    async def _asked(self, question: str) -> Any:
+        """What it says. One that Ray starts again is asked again. Raises GroupLostError once none has the name."""
+        while True:
+            try:
+                return await _result_of(getattr(self._actor, question).remote())
+            except GroupLostError as error:
+                if _actor_named(self._name) is None:
+                    raise
+                logger.warning("the controller is lost, and asked again: %s", error)
+                await asyncio.sleep(RESTART_POLL_S)
 
 
 async def take_down(config: ClusterConfig, patience_s: float) -> bool:

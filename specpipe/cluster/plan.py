@@ -114,7 +114,7 @@ def _plan_coordinator(config: ClusterConfig) -> GroupPlan:
     drafts = (f"file:{WORKERS}/{DRAFTS_FILE}",) if service.num_draft_workers else ()
     spec = plan_coordinator(service, (f"file:{WORKERS}/{TARGETS_FILE}",), drafts)
     return GroupPlan(
-        process=replace(spec, arguments=spec.arguments + _tls_arguments(config)),
+        process=_timed(config, spec, (*spec.arguments, *_tls_arguments(config))),
         bundles=(_bundle(own.cpus, 0, own.resources),),
     )
 
@@ -123,7 +123,11 @@ def _worker(config: ClusterConfig, role: str, cpus: float, gpus: float) -> Proce
     service = _service(config, "cuda" if gpus else "cpu")
     (spec,) = (spec for spec in plan_workers(service, cores=()) if spec.role == role)
     threads = ("--num-threads", str(int(cpus))) if cpus >= 2 and not gpus else ()
-    return replace(spec, arguments=(*spec.arguments, "--host", HOST, *threads, *_tls_arguments(config)))
+    return _timed(config, spec, (*spec.arguments, "--host", HOST, *threads, *_tls_arguments(config)))
+
+
+def _timed(config: ClusterConfig, spec: ProcessSpec, arguments: tuple[str, ...]) -> ProcessSpec:
+    return replace(spec, arguments=arguments, start_timeout_s=config.models.load_timeout_s)
 
 
 def _service(config: ClusterConfig, device: str) -> ServiceConfig:

@@ -33,8 +33,13 @@ class ClusterStatus:
 
     @property
     def coordinators(self) -> tuple[str, ...]:
-        """Where requests are answered, HOST:PORT."""
+        """Those that run, HOST:PORT, whether they answer or not."""
         return tuple(r.process.address for r in self.replicas if r.role == COORDINATOR and r.process)
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """Coordinators that answer requests now, by their own health, HOST:PORT."""
+        return tuple(r.process.address for r in self.replicas if r.role == COORDINATOR and r.process and r.is_serving)
 
 
 class ClusterService:

@@ -25,7 +25,6 @@ from specpipe.launcher.plan import ProcessSpec
 from specpipe.process import HTTP_PREFIX, METRICS_PREFIX
 from specpipe.telemetry.logs import FORWARDED
 
-START_TIMEOUT_S: Final = 600.0  # a large model from a slow disk
 KILL_AFTER_S: Final = 5.0
 ERROR_PREFIX: Final = "error: "  # how every specpipe command begins the sentence that says why it failed
 EXIT_INVALID: Final = 2
@@ -60,7 +59,8 @@ class ChildProcess:
         """Spawn and wait until the process serves. `port` replaces the one in the spec (a restart keeps its address).
 
         Raises ConfigError if the process says that it was asked for something invalid, WorkerUnavailableError if it
-        failed otherwise; the message is the process's own sentence. Cancelling kills the process.
+        failed otherwise; the message is the process's own sentence. WorkerUnavailableError, too, if it does not serve
+        in the time that the spec gives it. Cancelling kills the process.
         """
         ready, ready_child = os.pipe()
         try:
@@ -72,13 +72,13 @@ class ChildProcess:
             os.close(ready_child)
         child = cls(spec, process)
         try:
-            words = (await asyncio.wait_for(_read_line(ready), START_TIMEOUT_S)).split()
+            words = (await asyncio.wait_for(_read_line(ready), spec.start_timeout_s)).split()
             if not words:
                 raise await child._start_failure()
             child._hear(words)
         except TimeoutError:
             await child.kill()
-            raise WorkerUnavailableError(f"{spec.role} was not ready after {START_TIMEOUT_S:.0f} s") from None
+            raise WorkerUnavailableError(f"{spec.role} was not ready after {spec.start_timeout_s:g} s") from None
         except BaseException:
             await child.kill()
             raise

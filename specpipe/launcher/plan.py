@@ -20,6 +20,8 @@ TARGET_RANK: Final = "target-rank"  # of a target worker with several; started b
 
 LOOPBACK: Final = "127.0.0.1"  # where workers listen
 
+START_TIMEOUT_S: Final = 1800.0  # until a process serves: a large model from a slow disk
+
 NGRAM: Final = "ngram"
 NONE: Final = "none"
 
@@ -88,6 +90,7 @@ class ProcessSpec:
     role: str
     arguments: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()  # variables besides ours
+    start_timeout_s: float = START_TIMEOUT_S  # that it may take until it serves
 
 
 def plan_workers(config: ServiceConfig, cores: Sequence[int]) -> list[ProcessSpec]:

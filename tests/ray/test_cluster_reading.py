@@ -90,6 +90,7 @@ def test_every_section_is_read(tmp_path: Path) -> None:
         ("restarts: {first_delay_s: 60}", "restarts.first_delay_s must be more than 0 and at most max_delay_s"),
         ("autoscale: {draft_workers: {min: 3, max: 2}}", "autoscale.draft_workers.min must be from 0 to max"),
         ("{models: {draft: ngram}, autoscale: {draft_workers: {}}}", "autoscale.draft_workers: nothing drafts"),
+        ("models: {load_timeout_s: 0}", "models.load_timeout_s must be more than 0, got 0"),
         ("name: 'a/b'", "name must be of letters"),
         ("tls: {cert: a}", "tls.tls_cert and tls_key are given together"),
         ("name: a\nname: b", "'name' is given twice"),
