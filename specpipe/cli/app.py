@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn, cast
 import typer
 
 from specpipe import __version__
-from specpipe.cli.cluster import down, status, up
+from specpipe.cli.cluster import down, leave, status, up
 from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, exit_code_of, say_error
 from specpipe.cli.generate import generate
 from specpipe.cli.models import demo_models
@@ -60,6 +60,7 @@ app.command()(trace)
 app.command()(up)
 app.command()(status)
 app.command()(down)
+app.command()(leave)
 app.command("demo-models")(demo_models)
 app.command("coordinator")(coordinator)
 app.command("draft-worker")(draft_worker)

@@ -1,6 +1,6 @@
-"""`specpipe up | status | down CLUSTER.yaml`: the whole service on a Ray cluster.
+"""`specpipe up | status | down CLUSTER.yaml`: the whole service on a Ray cluster. `specpipe leave`: one node of it.
 
-Owns: three runs, from the file to the exit code. With a Ray that is there, `up` returns once requests are answered, and
+Owns: four runs, from the file to the exit code. With a Ray that is there, `up` returns once requests are answered, and
 the service stays; a local Ray lives as long as its `up`, which a signal or `down` ends.
 Ray is loaded after the file has been read: all else works without it.
 """
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import signal
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from specpipe.cli.models import resolve_models
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.cluster.config import DEMO, ClusterConfig
 from specpipe.cluster.connection import HasEnded, check_ray, existing_ray, new_ray, wait_local_end
+from specpipe.cluster.leaving import all_pids, end_processes, tell_ray
 from specpipe.cluster.reading import read_cluster
 from specpipe.cluster.service import ClusterStatus
 from specpipe.errors import ConfigError, WorkerUnavailableError
@@ -62,6 +64,14 @@ class StatusFlags:
 
     json: Annotated[bool, option("One JSON object.", "--json")] = False
     logs: Annotated[bool, option("With the last lines that each process has logged.", "--logs")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveFlags:
+    """Flags of `leave`."""
+
+    after: Annotated[float, option("Seconds in which all goes on as it is, first.  [0]")] = 0.0
+    timeout: Annotated[float, option("Seconds that all may then take to end.  [120]")] = 120.0
 
 
 @takes_flags(own=UpFlags)
@@ -102,6 +112,21 @@ def down(file: ClusterFile) -> int:
     if code == EXIT_OK:
         wait_local_end(config, END_PATIENCE_S)
     return code
+
+
+@takes_flags(own=LeaveFlags)
+def leave(*, own: LeaveFlags) -> int:
+    """End what runs on this Ray node in order, to go on elsewhere: before the node is taken away."""
+    configure_logging("info")
+    if not (0 <= own.after < math.inf and 0 <= own.timeout < math.inf):
+        raise ConfigError("--after and --timeout must be at least 0")
+    check_ray("leave")
+    time.sleep(own.after)
+    tell_ray(own.timeout)
+    left = end_processes(all_pids(), own.timeout)
+    if left:
+        say_error(f"after {own.timeout:g} s these still run: {', '.join(f'pid {pid}' for pid in left)}")
+    return EXIT_FAILED if left else EXIT_OK
 
 
 def check_models(config: ClusterConfig) -> None:

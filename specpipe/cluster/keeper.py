@@ -46,6 +46,7 @@ class Ended:
 
     reason: str
     lines: tuple[str, ...] = ()  # the last of its stderr
+    is_in_order: bool = False  # somebody told it to: its node is about to go (`leaving`)
 
 
 class Keeper:
@@ -80,7 +81,8 @@ class Keeper:
         if self._child is child:
             self._child = None
             self._end_watch()
-        return Ended(reason=self._hung.get(child) or exit_reason(code, child.last_lines), lines=child.last_lines)
+        reason = self._hung.get(child) or exit_reason(code, child.last_lines)
+        return Ended(reason=reason, lines=child.last_lines, is_in_order=code == 0)
 
     async def health(self, known: Health) -> Health:
         """Of the process, as soon as it is not `known`. Raises WorkerUnavailableError if none runs, or when it ends."""

@@ -76,7 +76,8 @@ class RankProcesses:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
         reasons = [ended.reason if rank == 0 else f"rank {rank}: {ended.reason}" for rank, ended in told]
-        return Ended(reason="; ".join(reasons), lines=told[0][1].lines)
+        is_in_order = any(ended.is_in_order for _, ended in told)
+        return Ended(reason="; ".join(reasons), lines=told[0][1].lines, is_in_order=is_in_order)
 
     async def stop(self, grace_s: float) -> None:
         """Rank 0 lets its sessions finish, and the others end with it."""

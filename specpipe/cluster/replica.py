@@ -1,7 +1,8 @@
 """One worker or coordinator, through all its starts and ends.
 
 Owns: the order place, start, wait, back-off; what is told of it. A group that has lost an actor or a node is given back
-whole and placed anew; one whose process has ended starts again where it is.
+whole and placed anew, and so is one whose process was told to end: its node leaves (`leaving`). One whose process has
+ended otherwise starts again where it is.
 Must not know: Ray, the other replicas.
 """
 
@@ -159,6 +160,8 @@ class Replica:
         self.process = None
         self._ends.append(End(at=time.time(), reason=ended.reason, lines=ended.lines))
         self._on_change()
+        if ended.is_in_order:
+            await self._give_back()
         return time.monotonic() - started if started is not None else 0.0
 
     async def _end_of(self, group: Group) -> Ended:
@@ -200,6 +203,10 @@ class Replica:
             self.first.set_exception(error)
             self.first.exception()  # it is heard of by whoever waits, and else by the log
         if self.group is None or isinstance(error, GroupLostError):
-            self.group = None
-            await self._backend.release(self.name)
+            await self._give_back()
         return Ended(reason=one_line(error))
+
+    async def _give_back(self) -> None:
+        """The next start is in another place, or in the same one if there is no better."""
+        self.group = None
+        await self._backend.release(self.name)

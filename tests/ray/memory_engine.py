@@ -68,10 +68,10 @@ class MemoryGroup:
         self._has_changed.set()
         self._has_changed = asyncio.Event()
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, *, is_in_order: bool = False) -> None:
         """Its process ends."""
         self.is_running = False
-        self._ending.set_result(Ended(reason=reason, lines=("its last words",)))
+        self._ending.set_result(Ended(reason=reason, lines=("its last words",), is_in_order=is_in_order))
 
     def lose(self, reason: str) -> None:
         """One of its actors ends."""

@@ -119,6 +119,21 @@ async def test_a_group_that_has_lost_a_rank_is_given_back_and_placed_anew_as_one
         assert of(service, "target-worker-0").ends[0].reason == "its node is gone"
 
 
+async def test_what_was_told_to_end_is_given_back_since_its_node_leaves() -> None:
+    """It would begin again on the node that is about to go. Coordinators hear of it before a place is sought."""
+    engine = MemoryEngine()
+    async with started(engine, target_workers={"count": 2}) as service:
+        left, coordinator = engine.groups["target-worker-0"], engine.groups["coordinator-0"]
+        engine.may_start.clear()
+        left.end("it ended with code 0", is_in_order=True)
+        await wait_until(lambda: engine.groups.get("target-worker-0") not in (None, left))
+        assert coordinator.listed["target"] == [address(service, "target-worker-1")]
+        engine.may_start.set()
+        await wait_until(lambda: service.status.is_ready)
+        assert engine.num_released == 1
+        assert left.num_starts == 1
+
+
 async def test_a_coordinator_keeps_its_port_over_restarts() -> None:
     engine = MemoryEngine()
     async with started(engine) as service:

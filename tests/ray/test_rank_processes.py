@@ -57,10 +57,11 @@ class MemoryKeeper:
     async def free_address(self) -> str:
         return f"node-{self.rank}:6003"
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, *, is_in_order: bool = False) -> None:
         self.spec = None
         if not self.ending.done():
-            self.ending.set_result(Ended(reason=reason, lines=(f"last words of {self.rank}",)))
+            lines = (f"last words of {self.rank}",)
+            self.ending.set_result(Ended(reason=reason, lines=lines, is_in_order=is_in_order))
 
 
 class Group:
@@ -120,7 +121,18 @@ async def test_a_rank_that_ends_ends_all_and_rank_0_says_why(group: Group) -> No
     ended = await waiting
     assert ended.reason == "rank 1 (10.0.0.2) ended; rank 1: it was ended by SIGKILL"
     assert ended.lines == ("last words of 0",)
+    assert not ended.is_in_order
     assert "stop 2 0" in group.log
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+async def test_a_rank_that_was_told_to_end_makes_it_an_end_in_order(rank: int, group: Group) -> None:
+    """Its node leaves, whichever of the group's nodes that is."""
+    await group.ranks.start()
+    waiting = asyncio.create_task(group.ranks.wait())
+    group.keepers[rank].end("it ended with code 0", is_in_order=True)
+    group.keepers[0].end("rank 2 (10.0.0.3) ended")
+    assert (await waiting).is_in_order
 
 
 async def test_a_rank_0_that_says_nothing_is_waited_for_so_long(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
