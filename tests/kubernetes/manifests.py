@@ -111,6 +111,8 @@ def probes_of(thing: Object) -> Iterator[tuple[str, Object]]:
 
 
 def selects(selector: Object, labels: dict[str, str]) -> bool:
-    """A label selector of matchLabels alone."""
-    assert set(selector) <= {"matchLabels"}
-    return all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())
+    """A label selector of matchLabels, and of labels that must be there."""
+    assert set(selector) <= {"matchLabels", "matchExpressions"}
+    assert all(wish["operator"] == "Exists" for wish in selector.get("matchExpressions", []))
+    there = all(wish["key"] in labels for wish in selector.get("matchExpressions", []))
+    return there and all(labels.get(name) == value for name, value in selector.get("matchLabels", {}).items())

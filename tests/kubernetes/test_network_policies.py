@@ -9,9 +9,26 @@ from manifests import ROLES, SERVICES, Object, built, labels_of, of_kind, ports_
 
 PROMETHEUS = "observability: app.kubernetes.io/name=prometheus"
 CLIENTS = {"specpipe-client=true", "specpipe-client=true: specpipe-client=true"}
+NODE_LOCAL_DNS = "169.254.20.10/32"  # of the node, whichever it is: no pod, so no label selects it
 COORDINATOR = "app.kubernetes.io/component=coordinator, app.kubernetes.io/part-of=specpipe"
 
+ON_RAY = ("overlays/kuberay", "overlays/kuberay-service")
+OPERATOR = ": app.kubernetes.io/component=kuberay-operator"  # of any namespace
+BY_KUBERAY = {
+    "app.kubernetes.io/name": "kuberay",
+    "app.kubernetes.io/created-by": "kuberay-operator",
+    "ray.io/cluster": "another",
+    "ray.io/is-ray-node": "yes",
+}
+"""Labels that the operator puts on the pods of every Ray, whosever it is."""
+OPERATORS = (
+    {"app.kubernetes.io/name": "kuberay-operator", "app.kubernetes.io/component": "kuberay-operator"},
+    {"app.kubernetes.io/name": "kuberay", "app.kubernetes.io/component": "kuberay-operator"},
+)
+"""Labels of the operator's own pod, as its Helm chart and its manifests install it."""
+
 each_service = pytest.mark.parametrize("name", SERVICES)
+each_on_ray = pytest.mark.parametrize("name", ON_RAY)
 
 
 def policies_of(objects: tuple[Object, ...], role: str, direction: str) -> Iterator[Object]:
@@ -29,8 +46,11 @@ def peers(rule: Object) -> set[str]:
 
 
 def _told(peer: Object) -> str:
+    if "ipBlock" in peer:
+        assert set(peer["ipBlock"]) == {"cidr"}
+        return str(peer["ipBlock"]["cidr"])
     assert set(peer) <= {"podSelector", "namespaceSelector"}
-    parts = [peer[key]["matchLabels"] for key in ("namespaceSelector", "podSelector") if key in peer]
+    parts = [peer[key].get("matchLabels", {}) for key in ("namespaceSelector", "podSelector") if key in peer]
     texts = [", ".join(f"{name}={value}" for name, value in sorted(labels.items())) for labels in parts]
     return ": ".join(texts).replace("kubernetes.io/metadata.name=", "")
 
@@ -86,7 +106,8 @@ def test_ways_out_lead_to_workers_names_and_the_collector_only(name: str) -> Non
             for peer in peers(rule)
         }
 
-    names = {"kube-system: k8s-app=kube-dns": {53}}
+    servers = ("kube-system: k8s-app=kube-dns", "kube-system: k8s-app=node-local-dns", NODE_LOCAL_DNS)
+    names = {server: {53} for server in servers}
     workers = {
         f"app.kubernetes.io/component={role}, app.kubernetes.io/part-of=specpipe": {
             ports_of(workload(objects, role))["grpc"]
@@ -104,3 +125,36 @@ def test_peers_of_other_namespaces_are_called_what_they_are_called_there() -> No
         assert labels["app.kubernetes.io/name"] == role
     (namespace,) = of_kind(built("observability"), "Namespace")
     assert namespace["metadata"]["name"] == "observability"
+
+
+def ray_pods(objects: tuple[Object, ...]) -> dict[str, dict[str, str]]:
+    """Labels of the pods, by what runs there."""
+    (owner,) = of_kind(objects, "RayCluster", "RayService")
+    spec = owner["spec"].get("rayClusterConfig", owner["spec"])
+    groups = {"head": spec["headGroupSpec"]} | {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    return {role: BY_KUBERAY | group["template"]["metadata"]["labels"] for role, group in groups.items()}
+
+
+def rules_for(objects: tuple[Object, ...], labels: dict[str, str]) -> list[Object]:
+    """Who may reach pods with these labels."""
+    policies = [each["spec"] for each in of_kind(objects, "NetworkPolicy")]
+    return [rule for each in policies if selects(each["podSelector"], labels) for rule in each["ingress"]]
+
+
+@each_on_ray
+def test_ray_is_reached_by_its_own_pods_and_the_operator_and_by_nobody_else(name: str) -> None:
+    for role, labels in ray_pods(built(name)).items():
+        rules = rules_for(built(name), labels)
+        everywhere = {peer for rule in rules if "ports" not in rule for peer in peers(rule)}
+        assert everywhere == {"app.kubernetes.io/part-of=specpipe", OPERATOR}
+        opened = {port["port"]: peers(rule) for rule in rules for port in rule.get("ports", [])}
+        assert opened == ({50051: CLIENTS, 9464: {PROMETHEUS}} if role == "coordinator" else {})
+
+
+@each_on_ray
+def test_the_operator_is_let_in_however_it_was_installed_and_rays_of_others_are_not(name: str) -> None:
+    rules = [rule for labels in ray_pods(built(name)).values() for rule in rules_for(built(name), labels)]
+    anywhere = [peer["podSelector"] for rule in rules for peer in rule["from"] if peer.get("namespaceSelector") == {}]
+    assert anywhere
+    assert all(selects(selector, labels) for selector in anywhere for labels in OPERATORS)
+    assert not any(selects(selector, BY_KUBERAY) for selector in anywhere)
