@@ -281,13 +281,15 @@ def _parent_watch(life: Lifecycle, parent_fd: int | None) -> Iterator[None]:
 
 
 def _watch_parent(life: Lifecycle, loop: asyncio.AbstractEventLoop, parent_fd: int, done_fd: int) -> None:
+    poll = select.poll()  # not `select`, which knows descriptors below 1024 only
+    poll.register(parent_fd, select.POLLIN)
+    poll.register(done_fd, select.POLLIN)
     while True:
-        ready, _, _ = select.select([parent_fd, done_fd], [], [])
-        if done_fd in ready:
+        if done_fd in dict(poll.poll()):
             return
         if not os.read(parent_fd, 1024):
             break
     loop.call_soon_threadsafe(life.orphan)
-    is_done, _, _ = select.select([done_fd], [], [], ORPHAN_GRACE_S)
-    if not is_done:
+    poll.unregister(parent_fd)
+    if not poll.poll(1000 * ORPHAN_GRACE_S):
         os._exit(EXIT_FAILED)

@@ -34,8 +34,9 @@ def main(ready_fd: int, parent_fd: int, options: str) -> None:
 
 def _has_ended(parent_fd: int) -> bool:
     """Looks for a second whether whoever started us goes."""
-    readable, _, _ = select.select([parent_fd], [], [], LOOK_EVERY_S)
-    return bool(readable) and not os.read(parent_fd, 1024)
+    poll = select.poll()  # not `select`, which knows descriptors below 1024 only
+    poll.register(parent_fd, select.POLLIN)
+    return bool(poll.poll(1000 * LOOK_EVERY_S)) and not os.read(parent_fd, 1024)
 
 
 def _is_broken() -> bool:

@@ -10,14 +10,15 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.child import KILL_AFTER_S, ChildProcess
 from specpipe.launcher.plan import (
+    COORDINATOR,
     DRAFT_WORKER,
     TARGET_RANK,
     TARGET_WORKER,
@@ -53,6 +54,8 @@ class LocalService:
         self.config = config
         self.address = ""
         self.failure: asyncio.Future[SpecpipeError] = asyncio.get_running_loop().create_future()
+        """Done when the service cannot go on as a whole: its coordinator has ended, or a process is not watched any
+        more."""
         self._workers: list[ChildProcess] = []
         self._coordinator: ChildProcess | None = None
         self._supervisors: list[asyncio.Task[None]] = []
@@ -64,9 +67,11 @@ class LocalService:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.stop(grace_s=None if error else 0.0)
-        os.close(self._parent_fd)
-        os.close(self._life_fd)
+        try:
+            await self.stop(grace_s=None if error else 0.0)
+        finally:
+            os.close(self._parent_fd)
+            os.close(self._life_fd)
 
     @property
     def http(self) -> str:
@@ -90,11 +95,12 @@ class LocalService:
             addresses[worker.spec.role].append(worker.address)
         spec = plan_coordinator(self.config, addresses[TARGET_WORKER], addresses[DRAFT_WORKER])
         report(spec.role, "loading")
-        self._coordinator = await ChildProcess.start(spec, self._parent_fd)
+        self._coordinator = await self._start_child(spec)
         report(spec.role, "ready")
         self.address = self._coordinator.address
-        self._supervisors = [asyncio.create_task(self._keep_alive(i)) for i in range(len(self._workers))]
-        self._supervisors.append(asyncio.create_task(self._watch_coordinator(self._coordinator)))
+        for index, name in enumerate(process_names([worker.spec for worker in self._workers])):
+            self._supervise(self._keep_alive(index), name)
+        self._supervise(self._watch_coordinator(self._coordinator), COORDINATOR)
 
     async def stop(self, *, grace_s: float | None) -> None:
         """Let answers finish for `grace_s` seconds (None: kill at once), then end all processes. Idempotent."""
@@ -114,7 +120,7 @@ class LocalService:
 
         async def start(spec: ProcessSpec, name: str) -> ChildProcess:
             on_progress(name, "loading")
-            child = await ChildProcess.start(spec, self._parent_fd)
+            child = await self._start_child(spec)
             on_progress(name, "ready")
             return child
 
@@ -128,6 +134,13 @@ class LocalService:
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*(child.kill() for child in outcomes if isinstance(child, ChildProcess)))
             raise
+
+    async def _start_child(self, spec: ProcessSpec, port: int | None = None) -> ChildProcess:
+        """See `ChildProcess.start`. WorkerUnavailableError, too, where no memory, process or descriptor is left."""
+        try:
+            return await ChildProcess.start(spec, self._parent_fd, port=port)
+        except OSError as error:
+            raise WorkerUnavailableError(f"{spec.role} cannot be started: {error}") from None
 
     async def _keep_alive(self, index: int) -> None:
         """Start worker `index` again each time it ends: on the same port, so that the coordinator finds it."""
@@ -147,7 +160,7 @@ class LocalService:
             logger.warning("%s starts again in %.0f s", worker.spec.role, delay_s)
             await asyncio.sleep(delay_s)
             try:
-                self._workers[index] = await ChildProcess.start(worker.spec, self._parent_fd, port=port)
+                self._workers[index] = await self._start_child(worker.spec, port)
             except SpecpipeError as error:
                 logger.warning("%s did not start: %s", worker.spec.role, error)
                 lived_s = 0.0
@@ -157,7 +170,22 @@ class LocalService:
 
     async def _watch_coordinator(self, coordinator: ChildProcess) -> None:
         code = await coordinator.wait()
-        self.failure.set_result(WorkerUnavailableError(f"the coordinator ended with code {code}"))
+        self._fail(f"the coordinator ended with code {code}")
+
+    def _supervise(self, watch: Coroutine[Any, Any, None], name: str) -> None:
+        """`watch` ends by itself only when the service cannot go on."""
+        task = asyncio.create_task(watch, name=name)
+        task.add_done_callback(self._note_end)
+        self._supervisors.append(task)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s is not watched any more", task.get_name(), exc_info=error)
+            self._fail(f"{task.get_name()} is not watched any more: {str(error) or type(error).__name__}")
+
+    def _fail(self, reason: str) -> None:
+        if not self.failure.done():
+            self.failure.set_result(WorkerUnavailableError(reason))
 
 
 def _infos_of(child: ChildProcess) -> list[ProcessInfo]:

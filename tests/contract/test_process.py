@@ -15,6 +15,7 @@ import psutil
 import pytest
 from fake_step_loop import Reader, an_open, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from high_descriptors import many_descriptors, moved_high
 
 from specpipe.errors import ErrorCode, WorkerUnavailableError
 from specpipe.server import create_channel
@@ -44,12 +45,14 @@ class Child:
 
 
 @contextmanager
-def child(work, *options, parent_pipe=False):
+def child(work, *options, parent_pipe=False, is_high=False):
     ready_read, ready_write = os.pipe()
     pass_fds, fds = [ready_write], [f"ready_fd={ready_write}"]
     parent_write = None
     if parent_pipe:
         parent_read, parent_write = os.pipe()
+        if is_high:
+            parent_read = moved_high(parent_read)
         pass_fds.append(parent_read)
         fds.append(f"parent_fd={parent_read}")
     process = subprocess.Popen(
@@ -159,6 +162,14 @@ def test_a_closed_pipe_to_the_parent_ends_the_child():
         started = time.monotonic()
         worker.ended()
         assert time.monotonic() - started < 5
+
+
+def test_the_pipe_to_the_parent_may_have_any_number():
+    with many_descriptors(), child("serve", parent_pipe=True, is_high=True) as worker:
+        assert worker.address
+        os.close(worker.parent_write)
+        worker.parent_write = None
+        worker.ended()
 
 
 def test_a_blocked_child_ends_too():
