@@ -15,10 +15,13 @@ class HealthClient:
         self._timeout_s = timeout_s
 
     async def is_well(self, service: str) -> bool | None:
-        """Whether that service, by its full name, is SERVING ("" stands for the whole process). None: no answer."""
+        """Whether that service, by its full name, is SERVING ("" stands for the whole process). None: no answer, or one
+        that cannot be read."""
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = await self._stub.Check(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError:
+            return None
+        if answer is None:  # gRPC's word for a message that is none
             return None
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -10,6 +10,7 @@ Target workers: more while requests wait for their turn longer than they may; fe
 have to commit no more tokens a second than workers have shown that they can.
 A wish must last (`up_after_s`, `down_after_s`) and the last change must have settled (`settle_s`); thresholds for up
 and down lie apart. One worker at a time.
+What is not known is not taken for nothing to do: then nothing is wished for, and what was wished for begins anew.
 """
 
 from __future__ import annotations
@@ -77,11 +78,14 @@ class AutoscaleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What happened over the last while, all processes together. Shares and rates; None: nothing to tell it by."""
+    """What happened over the last while, all processes together. Shares and rates; None: nothing to tell it by.
+
+    There is one only of a while of which all coordinators have told.
+    """
 
     exposed_share: float | None = None  # of draft time
     hit_rate: float | None = None  # of rounds that count
-    draft_busy_share: float = 0.0  # mean over draft workers
+    draft_busy_share: float | None = 0.0  # mean over draft workers; None: not all of them have told
     num_undrafted: int = 0  # running requests that want a draft worker and have none
     queue_s: float | None = None  # mean over requests whose turn came
     num_queued: int = 0  # requests that wait now
@@ -114,16 +118,20 @@ class Wish:
 
 
 def decide_drafts(
-    bounds: DraftBounds, pace: AutoscaleConfig, memory: Memory, load: Load, *, count: int, now_s: float
+    bounds: DraftBounds, pace: AutoscaleConfig, memory: Memory, load: Load | None, *, count: int, now_s: float
 ) -> Decision:
-    """The number of draft workers. `count`: how many there are, those that begin included."""
-    return _decide(wish_for_drafts(bounds, load, count), bounds.min, bounds.max, pace, memory, count, now_s)
+    """The number of draft workers. `load` None: it is not known. `count`: how many there are, those that begin
+    included."""
+    wish = wish_for_drafts(bounds, load, count) if load is not None else Wish()
+    return _decide(wish, bounds.min, bounds.max, pace, memory, count, now_s)
 
 
 def decide_targets(
-    bounds: TargetBounds, pace: AutoscaleConfig, memory: Memory, load: Load, *, count: int, now_s: float
+    bounds: TargetBounds, pace: AutoscaleConfig, memory: Memory, load: Load | None, *, count: int, now_s: float
 ) -> Decision:
-    """The number of target workers. `count`: how many there are, those that begin included."""
+    """The number of target workers. `load` None: it is not known. `count`: see `decide_drafts`."""
+    if load is None:
+        return _decide(Wish(), bounds.min, bounds.max, pace, memory, count, now_s)
     if _is_waiting(load) and count:  # they do what they can: that is what one can do
         memory = replace(memory, best_tokens_per_s=max(memory.best_tokens_per_s, load.tokens_per_s / count))
     wish = wish_for_targets(bounds, load, memory.best_tokens_per_s, count)
@@ -133,6 +141,8 @@ def decide_targets(
 def wish_for_drafts(bounds: DraftBounds, load: Load, count: int) -> Wish:
     if load.num_undrafted:
         return Wish(step=1, reason=f"{load.num_undrafted} requests have no draft worker")
+    if load.draft_busy_share is None:
+        return Wish()
     is_waiting = load.exposed_share is not None and load.exposed_share > bounds.max_exposed_share
     is_missing = load.hit_rate is not None and load.hit_rate < bounds.min_hit_rate
     if (is_waiting or is_missing) and load.draft_busy_share > bounds.busy_share:

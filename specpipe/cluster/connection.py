@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from specpipe.errors import ConfigError, WorkerUnavailableError
 LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024  # of a local Ray, about the least that it takes; nothing of ours is in it
 DIAL_TIMEOUT_S: Final = 2.0
+START_TIMEOUT_S: Final = 300.0  # of a local Ray, which gives itself much less
 END_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.05
 NUM_TRIES: Final = 3  # of a local Ray to start
@@ -112,12 +114,13 @@ def _dialled_local(config: ClusterConfig, local: LocalRay) -> Iterator[None]:
 def _dialled(config: ClusterConfig, address: str, **options: Any) -> Iterator[None]:
     """Raises WorkerUnavailableError in one sentence."""
     import ray
+    from ray.exceptions import RayError
 
     try:
         ray.init(
             address=address, namespace=config.ray.namespace, log_to_driver=False, logging_level=logging.ERROR, **options
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:  # RayError: no token, say
         raise WorkerUnavailableError(f"Ray at {address}: {' '.join(str(error).split())}") from None
     try:
         yield
@@ -177,6 +180,10 @@ def _spawn_head(options: dict[str, Any], said_fd: int, parent_fd: int, log: IO[b
 
 
 def _heard(ready: IO[str], log: IO[bytes]) -> LocalRay:
+    poll = select.poll()
+    poll.register(ready, select.POLLIN)
+    if not poll.poll(1000 * START_TIMEOUT_S):
+        raise WorkerUnavailableError(f"a local Ray did not start in {START_TIMEOUT_S:g} s")
     words = ready.readline().split()
     if len(words) != 2:
         log.seek(0)

@@ -117,9 +117,12 @@ class Keeper:
             raise WorkerUnavailableError(f"{error.filename}: {error.strerror}") from None
 
     async def _end_hung(self, child: ChildProcess, health: ProcessHealth) -> None:
-        self._hung = {child: await health.hangs()}
-        logger.warning("pid %d: %s: killed", child.pid, self._hung[child])
-        await child.kill()
+        try:
+            self._hung = {child: await health.hangs()}
+            logger.warning("pid %d: %s: killed", child.pid, self._hung[child])
+            await child.kill()
+        except Exception:  # a fault of ours, which nobody else would hear of
+            logger.exception("pid %d: nobody ends it any more if it hangs", child.pid)
 
     def _end_watch(self) -> None:
         if self._watch is not None and self._health is not None:

@@ -1,24 +1,27 @@
 """What a service's own metrics say about the last while, as the autoscaler wants to know it.
 
-Owns: which metrics are read (docs/metrics.md), how they are fetched, added up and compared with those of before.
-Must not know: what follows from them.
+Owns: which metrics are read (docs/metrics.md), how they are fetched, added up and compared with those of before, and
+when they are too few to tell anything. Must not know: what follows from them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import http.client
+import math
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from specpipe.cluster.autoscale import Load
+from specpipe.cluster.keeper import one_line
 
-FETCH_TIMEOUT_S: Final = 3.0
+FETCH_TIMEOUT_S: Final = 3.0  # without a byte
+PAGE_TIMEOUT_S: Final = 10.0  # for all of a page
 MAX_PAGE_BYTES: Final = 4 * 1024 * 1024
-
-logger = logging.getLogger(__name__)
+PREFIX: Final = "specpipe_"  # of our metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,21 @@ class Page:
     num_undrafted: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What all the processes that ran at one moment have said, by address; a text is why one could not be read."""
+
+    at_s: float = -math.inf  # of the caller's clock
+    coordinators: Mapping[str, Page | str] = field(default_factory=dict)
+    drafts: Mapping[str, Page | str] = field(default_factory=dict)
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Why, by address."""
+        everything = {**self.coordinators, **self.drafts}
+        return {address: page for address, page in everything.items() if isinstance(page, str)}
+
+
 COUNTERS: Final[Mapping[str, str]] = {
     "specpipe_exposed_draft_time_seconds_total": "exposed_draft_s",
     "specpipe_draft_time_seconds_total": "draft_s",
@@ -57,19 +75,20 @@ QUEUED: Final = "specpipe_requests_queued"
 UNDRAFTED: Final = "specpipe_requests_undrafted"
 
 
-async def fetch_pages(addresses: Sequence[str]) -> dict[str, Page]:
-    """Of the processes whose /metrics are at `addresses`; those that do not answer are left out."""
-    pages = await asyncio.gather(*(asyncio.to_thread(_fetch, address) for address in addresses))
-    return {address: page for address, page in zip(addresses, pages, strict=True) if page is not None}
+async def fetch_pages(addresses: Sequence[str]) -> dict[str, Page | str]:
+    """Of the processes whose /metrics are at `addresses`; in place of one that cannot be read, a text that says why."""
+    return dict(zip(addresses, await asyncio.gather(*map(_page_at, addresses)), strict=True))
 
 
 def read_page(text: str) -> Page:
-    """`text`: in Prometheus's format."""
+    """`text`: in Prometheus's format. Raises ValueError if it is not, or is not one of ours."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    sums = {field.name: 0.0 for field in fields(Counts)}
+    sums = {f.name: 0.0 for f in fields(Counts)}
     gauges = {QUEUED: 0.0, UNDRAFTED: 0.0}
+    is_ours = False
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        is_ours |= sample.name.startswith(PREFIX)
         if sample.name in COUNTERS:
             sums[COUNTERS[sample.name]] += sample.value
         elif sample.name == ROUNDS and sample.labels.get("outcome") != "uncounted":
@@ -79,7 +98,27 @@ def read_page(text: str) -> Page:
             sums["draft_step_s"] += sample.value
         elif sample.name in gauges:
             gauges[sample.name] += sample.value
+    if not is_ours:
+        raise ValueError("no metric there is specpipe's")
+    if not all(map(math.isfinite, (*sums.values(), *gauges.values()))):
+        raise ValueError("a number there is none")
     return Page(counts=Counts(**sums), num_queued=int(gauges[QUEUED]), num_undrafted=int(gauges[UNDRAFTED]))
+
+
+def load_of(before: Reading, now: Reading, *, num_drafts: int) -> Load | None:
+    """What happened between two readings. None, that is not known, unless the same coordinators told both times, all
+    that ran and one at least; how busy draft workers were, unless each that runs told both times.
+
+    So what has begun in between, or has begun again elsewhere, is waited for until the next reading.
+    """
+    told_before, told = _pages(before.coordinators), _pages(now.coordinators)
+    if not told or not before.coordinators.keys() == told_before.keys() == told.keys() == now.coordinators.keys():
+        return None
+    drafts_before, drafts = _pages(before.drafts), _pages(now.drafts)
+    passed_s = now.at_s - before.at_s
+    load = load_between(told_before | drafts_before, told | drafts, passed_s=passed_s, num_drafts=num_drafts)
+    have_told = now.drafts.keys() <= drafts_before.keys() & drafts.keys()
+    return load if have_told else replace(load, draft_busy_share=None)
 
 
 def load_between(before: Mapping[str, Page], now: Mapping[str, Page], *, passed_s: float, num_drafts: int) -> Load:
@@ -111,10 +150,31 @@ def _quotient(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _fetch(address: str) -> Page | None:
+def _pages(told: Mapping[str, Page | str]) -> dict[str, Page]:
+    """Those that could be read."""
+    return {address: page for address, page in told.items() if isinstance(page, Page)}
+
+
+async def _page_at(address: str) -> Page | str:
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=FETCH_TIMEOUT_S) as answer:
-            return read_page(answer.read(MAX_PAGE_BYTES).decode())
-    except (OSError, ValueError) as error:
-        logger.warning("the metrics at %s cannot be read: %s", address, error)
-        return None
+        async with asyncio.timeout(PAGE_TIMEOUT_S):
+            return await asyncio.to_thread(_fetch, address)
+    except (OSError, http.client.HTTPException, ValueError) as error:  # TimeoutError is an OSError
+        return one_line(error)
+
+
+def _fetch(address: str) -> Page:
+    # Without proxies: their variables are for the web, not for calls between our processes (see `specpipe.server`).
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://{address}/metrics", timeout=FETCH_TIMEOUT_S) as answer:
+            page = answer.read(MAX_PAGE_BYTES + 1)
+            missing = answer.length  # what the answer has said that there is more; `read` says nothing of its own
+    except urllib.error.HTTPError as error:
+        error.close()  # it is an answer too, with a connection
+        raise
+    if len(page) > MAX_PAGE_BYTES:
+        raise ValueError(f"it has more than {MAX_PAGE_BYTES} bytes")
+    if missing:
+        raise http.client.IncompleteRead(page, missing)
+    return read_page(page.decode())

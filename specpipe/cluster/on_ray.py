@@ -185,13 +185,14 @@ class RayBackend:
             placement = _placement_named(self._full(name))
             if placement is not None:
                 remove_placement_group(placement)
-        await self._until_gone(name)
+            await self._until_gone(name)
 
     async def names(self) -> list[str]:
-        actors = [actor.split("/") for actor in ray.util.list_named_actors()]
-        found = [parts[1] for parts in actors if len(parts) == 3 and parts[0] == self._service]
-        table = ray.util.placement_group_table()  # of all namespaces
-        placed = [group["name"].split("/") for group in table.values() if _placement_named(group["name"] or "-")]
+        with in_our_words():
+            actors = [actor.split("/") for actor in ray.util.list_named_actors()]
+            found = [parts[1] for parts in actors if len(parts) == 3 and parts[0] == self._service]
+            table = ray.util.placement_group_table()  # of all namespaces
+            placed = [group["name"].split("/") for group in table.values() if _placement_named(group["name"] or "-")]
         found += [parts[1] for parts in placed if len(parts) == 2 and parts[0] == self._service]
         return list(dict.fromkeys(found))
 
@@ -233,6 +234,7 @@ class Controller:
         configure_logging(config.log_level)
         self._service = ClusterService(config, RayBackend(config))
         self._started = asyncio.get_running_loop().create_task(self._service.start())
+        self._started.add_done_callback(_note_failed_start)
         self._stopped = asyncio.Event()
 
     async def wait_ready(self) -> ClusterStatus:
@@ -258,6 +260,12 @@ class Controller:
         await asyncio.gather(self._started, return_exceptions=True)
         await self._service.stop(grace_s)
         self._stopped.set()
+
+
+def _note_failed_start(started: asyncio.Task[None]) -> None:
+    """Of a controller that Ray has started again nobody asks how that went."""
+    if not started.cancelled() and (error := started.exception()) is not None:
+        logger.error("the service has not started: %s", error, exc_info=error)
 
 
 class ControllerHandle:

@@ -22,12 +22,13 @@ from specpipe.cluster.config import RestartsConfig
 from specpipe.cluster.health import Health
 from specpipe.cluster.keeper import Ended, Started, one_line
 from specpipe.cluster.plan import GroupPlan
-from specpipe.errors import SpecpipeError
+from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.plan import COORDINATOR
 from specpipe.launcher.restarts import RestartDelays
 
 MAX_ENDS_KEPT: Final = 5
 RELEASE_PATIENCE_S: Final = 10.0  # for what a group is asked at its end, beyond the grace
+LINES_TIMEOUT_S: Final = 10.0  # for an actor to say what was logged last
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Replica:
         """End the process in order and give everything back. `run` has been cancelled before."""
         self.state = ReplicaState.LEAVING
         self.process = None
+        self.fail_first(WorkerUnavailableError(f"{self.name} was told to end before it served"))
         self._on_change()
         try:
             if self.group is not None:
@@ -135,13 +137,22 @@ class Replica:
             self.group = None
             await self._backend.release(self.name)
 
+    def fail_first(self, error: Exception) -> None:
+        """Its first try has ended so, unless it has ended before."""
+        if not self.first.done():
+            self.first.set_exception(error)
+            self.first.exception()  # it is heard of by whoever waits, and else by the log
+
     async def lines(self) -> tuple[str, ...]:
         """The last that it has logged; what it said before it ended, if it does not run."""
         if self.group is not None and self.process is not None:
             try:
-                return await self.group.lines()
+                async with asyncio.timeout(LINES_TIMEOUT_S):
+                    return await self.group.lines()
             except SpecpipeError as error:
                 return (one_line(error),)
+            except TimeoutError:
+                return (f"its actor has not answered in {LINES_TIMEOUT_S:.0f} s",)
         return self._ends[-1].lines if self._ends else ()
 
     async def _live(self) -> float:
@@ -180,6 +191,8 @@ class Replica:
                 logger.info("%s %s", self.name, self.health.value)
         except SpecpipeError as error:  # whoever waits for its end hears of it too
             logger.debug("%s: its health is not known: %s", self.name, one_line(error))
+        except Exception:  # a fault of ours or of the engine, which nobody else would hear of
+            logger.exception("%s: its health cannot be followed any more", self.name)
 
     async def _place(self) -> Group:
         if self.group is None:
@@ -199,9 +212,7 @@ class Replica:
 
     async def _note_failure(self, error: SpecpipeError) -> Ended:
         """A group that has lost a part restarts as one, in a place of its own choice."""
-        if not self.first.done():
-            self.first.set_exception(error)
-            self.first.exception()  # it is heard of by whoever waits, and else by the log
+        self.fail_first(error)
         if self.group is None or isinstance(error, GroupLostError):
             await self._give_back()
         return Ended(reason=one_line(error))

@@ -9,13 +9,13 @@ import asyncio
 import collections
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from specpipe.cluster.autoscale import AutoscaleConfig, Decision, Load, Memory, decide_drafts, decide_targets
-from specpipe.cluster.load import Page, fetch_pages, load_between
-from specpipe.launcher.plan import DRAFT_WORKER, TARGET_WORKER
+from specpipe.cluster.load import Reading, fetch_pages, load_of
+from specpipe.launcher.plan import COORDINATOR, DRAFT_WORKER, TARGET_WORKER
 
 MAX_CHANGES_KEPT: Final = 10
 
@@ -38,8 +38,8 @@ class Scaled(Protocol):
         """Workers that there are, those that begin included and those that leave not."""
         ...
 
-    def metrics(self) -> list[str]:
-        """HOST:PORT of every /metrics."""
+    def metrics(self) -> Mapping[str, Sequence[str]]:
+        """HOST:PORT of every /metrics of a process that runs, by role."""
         ...
 
     def scale(self, role: str, count: int) -> None: ...
@@ -51,35 +51,62 @@ class Scaler:
         self._config = config
         self._scaled = scaled
         self._memories = {role: Memory() for role in self._decisions()}
+        self._unread: set[str] = set()  # addresses of /metrics, at the last look
 
     async def run(self) -> None:
-        """For ever; at once over when nothing is to be scaled."""
-        before: Mapping[str, Page] = {}
-        before_s = time.monotonic()
+        """For ever; at once over when nothing is to be scaled. An error ends one look, and is logged when it is new."""
+        before, failed = Reading(), None
         while self._memories:
             await asyncio.sleep(self._config.every_s)
-            now = await fetch_pages(self._scaled.metrics())
-            now_s = time.monotonic()
-            num_drafts = self._scaled.count(DRAFT_WORKER)
-            self.look(load_between(before, now, passed_s=now_s - before_s, num_drafts=num_drafts), now_s)
-            before, before_s = now, now_s
+            try:
+                before, failed = await self._step(before), None
+            except Exception as error:  # a fault of ours or of the engine: it must not end all looks
+                if type(error) is not failed:
+                    logger.exception("autoscaling: an unexpected error; it goes on")
+                before, failed = Reading(), type(error)
 
-    def look(self, load: Load, now_s: float) -> None:
-        """Have done what one load decides."""
+    def look(self, load: Load | None, now_s: float) -> None:
+        """Have done what one load decides; None: it is not known."""
         for role, decide in self._decisions().items():
             count = self._scaled.count(role)
             decision = decide(self._memories[role], load, count, now_s)
             self._memories[role] = decision.memory
             if decision.count != count:
-                self._note(role, count, decision)
                 self._scaled.scale(role, decision.count)
+                self._note(role, count, decision)
+
+    async def _step(self, before: Reading) -> Reading:
+        """Measure and decide. Returns what was measured."""
+        now = await self._read()
+        self._note_unread(now)
+        self.look(load_of(before, now, num_drafts=self._scaled.count(DRAFT_WORKER)), now.at_s)
+        return now
+
+    async def _read(self) -> Reading:
+        """Target workers have nothing to say that is asked for here, nor have draft workers whose number stays."""
+        asked = self._scaled.metrics()
+        draft_addresses = asked.get(DRAFT_WORKER, ()) if DRAFT_WORKER in self._memories else ()
+        coordinators, drafts = await asyncio.gather(
+            fetch_pages(asked.get(COORDINATOR, ())), fetch_pages(draft_addresses)
+        )
+        return Reading(at_s=time.monotonic(), coordinators=coordinators, drafts=drafts)
+
+    def _note_unread(self, now: Reading) -> None:
+        """Log once when metrics cannot be read, and once when they can again."""
+        for address, reason in now.unread.items():
+            if address not in self._unread:
+                logger.warning("the metrics at %s cannot be read, and nothing is scaled by them: %s", address, reason)
+        for address in sorted(self._unread & (now.coordinators.keys() | now.drafts.keys())):
+            if address not in now.unread:
+                logger.warning("the metrics at %s can be read again", address)
+        self._unread = set(now.unread)
 
     def _note(self, role: str, count: int, decision: Decision) -> None:
         logger.warning("%ss: %d -> %d (%s)", role, count, decision.count, decision.reason)
         change = CountChange(at=time.time(), role=role, before=count, after=decision.count, reason=decision.reason)
         self.changes.append(change)
 
-    def _decisions(self) -> dict[str, Callable[[Memory, Load, int, float], Decision]]:
+    def _decisions(self) -> dict[str, Callable[[Memory, Load | None, int, float], Decision]]:
         """By role, of the kinds that are scaled."""
         config, found = self._config, {}
         drafts, targets = config.draft_workers, config.target_workers

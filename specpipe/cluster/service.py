@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from specpipe.cluster.backend import Backend, Group
 from specpipe.cluster.config import ClusterConfig
@@ -18,8 +18,10 @@ from specpipe.cluster.keeper import one_line
 from specpipe.cluster.plan import DRAFTS_FILE, ROLES, TARGETS_FILE, counts_at_start, plan_group
 from specpipe.cluster.replica import Replica, ReplicaStatus
 from specpipe.cluster.scaler import CountChange, Scaler
-from specpipe.errors import SpecpipeError
+from specpipe.errors import SpecpipeError, WorkerUnavailableError
 from specpipe.launcher.plan import COORDINATOR, DRAFT_WORKER, TARGET_WORKER
+
+TELL_TIMEOUT_S: Final = 20.0  # for an actor to write two short files
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +79,20 @@ class ClusterService:
         if not found:  # else coordinators run already
             await self._first_of([name for name in names if _role_of(name) != COORDINATOR])
         self._has_workers.set()
+        if found:  # requests are answered already, and what was lost may never find a place
+            self._spawn(self._scaler.run(), "autoscale")
         await self._first_of(names, is_forgiving=bool(found))
-        self._spawn(self._scaler.run(), "autoscale")
+        if not found:
+            self._spawn(self._scaler.run(), "autoscale")
 
     def count(self, role: str) -> int:
         """Workers that there are, those that begin included and those that leave not."""
         return len(self._staying(role))
 
-    def metrics(self) -> list[str]:
-        """HOST:PORT of every /metrics."""
-        return [replica.process.metrics for replica in self._ordered() if replica.process and replica.process.metrics]
+    def metrics(self) -> Mapping[str, Sequence[str]]:
+        """HOST:PORT of every /metrics of a process that runs, by role."""
+        running = [replica.status for replica in self._ordered()]
+        return {role: [s.process.metrics for s in running if s.role == role and s.process] for role in ROLES}
 
     def scale(self, role: str, count: int) -> None:
         """Begin workers of a role, or let the last ones leave, until there are `count`."""
@@ -95,10 +101,13 @@ class ClusterService:
         self._begin([name for name in free if name not in self._replicas][: max(0, count - len(names))])
         for name in names[count:]:
             self._leaving.add(name)
-            self._spawn(self._leave(name, self.config.grace_s), f"{name} leaves")
+            self._spawn(self._let_go(name), f"{name} leaves")
 
     async def stop(self, grace_s: float) -> None:
-        """Coordinators first, so that answers finish; then the workers. A second call waits for the first."""
+        """Coordinators first, so that answers finish; then the workers. A second call waits for the first.
+
+        Raises the first error after all has been tried.
+        """
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(grace_s), name="stop")
         await asyncio.shield(self._stopping)
@@ -108,8 +117,13 @@ class ClusterService:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         is_coordinator = {name: replica.role == COORDINATOR for name, replica in self._replicas.items()}
-        await asyncio.gather(*(self._leave(name, grace_s) for name, is_one in is_coordinator.items() if is_one))
-        await asyncio.gather(*(self._leave(name, 0.0) for name, is_one in is_coordinator.items() if not is_one))
+        coordinators = (self._leave(name, grace_s) for name, is_one in is_coordinator.items() if is_one)
+        outcomes = await asyncio.gather(*coordinators, return_exceptions=True)
+        workers = (self._leave(name, 0.0) for name, is_one in is_coordinator.items() if not is_one)
+        outcomes += await asyncio.gather(*workers, return_exceptions=True)
+        for error in outcomes:
+            if error is not None:
+                raise error
 
     async def lines(self) -> dict[str, tuple[str, ...]]:
         """What each has logged last."""
@@ -141,13 +155,22 @@ class ClusterService:
                 await replica.run()
             except Exception as error:  # a fault of ours or of the engine: it must not end the care for the others
                 logger.exception("%s: an unexpected error", replica.name)
-                if not replica.first.done():
-                    replica.first.set_exception(error)
+                replica.fail_first(error)
             await asyncio.sleep(self.config.restarts.max_delay_s)
 
     async def _first_of(self, names: Sequence[str], *, is_forgiving: bool = False) -> None:
         firsts = [self._replicas[name].first for name in names]
         await asyncio.gather(*firsts, return_exceptions=is_forgiving)
+
+    async def _let_go(self, name: str) -> None:
+        """See `_leave`; what cannot be given back is tried again."""
+        while True:
+            try:
+                await self._leave(name, self.config.grace_s)
+                return
+            except Exception:  # a fault of ours or of the engine: its place and its name would be taken for ever
+                logger.exception("%s: it cannot leave", name)
+            await asyncio.sleep(self.config.restarts.max_delay_s)
 
     async def _leave(self, name: str, grace_s: float) -> None:
         self._leaving.add(name)
@@ -171,7 +194,11 @@ class ClusterService:
         await self._tell(group)
 
     async def _tell(self, group: Group) -> None:
-        await group.list_workers(self._workers())
+        try:
+            async with asyncio.timeout(TELL_TIMEOUT_S):
+                await group.list_workers(self._workers())
+        except TimeoutError:
+            raise WorkerUnavailableError(f"its actor has not answered in {TELL_TIMEOUT_S:.0f} s") from None
 
     def _tell_all(self) -> None:
         """Tell every coordinator which workers serve now."""

@@ -22,6 +22,7 @@ class MemoryGroup:
         self.is_running = False
         self.listed: Mapping[str, Sequence[str]] = {}
         self._health = Health.SERVING
+        self._health_error: Exception | None = None
         self._has_changed = asyncio.Event()
         self.grace_s: float | None = None  # of its end in order
         self._engine = engine
@@ -48,6 +49,8 @@ class MemoryGroup:
     async def health(self, known: Health) -> Health:
         while self._health is known:
             await self._has_changed.wait()
+            if self._health_error is not None:
+                raise self._health_error
         return self._health
 
     async def stop(self, grace_s: float) -> None:
@@ -68,6 +71,11 @@ class MemoryGroup:
         self._has_changed.set()
         self._has_changed = asyncio.Event()
 
+    def break_health(self, error: Exception) -> None:
+        """Whoever follows its health hears this."""
+        self._health_error = error
+        self._has_changed.set()
+
     def end(self, reason: str, *, is_in_order: bool = False) -> None:
         """Its process ends."""
         self.is_running = False
@@ -84,6 +92,8 @@ class MemoryEngine:
     def __init__(self) -> None:
         self.groups: dict[str, MemoryGroup] = {}
         self.refusals: dict[str, list[Exception]] = {}  # by group: what its next starts raise
+        self.release_refusals: dict[str, list[Exception]] = {}  # by group: what giving it back raises next
+        self.unplaceable: set[str] = set()  # groups that find no place
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.cannot_stop = False
@@ -92,9 +102,13 @@ class MemoryEngine:
         self.ports = itertools.count(1000)
 
     async def place(self, name: str, plan: GroupPlan) -> Group:
+        if name in self.unplaceable:
+            await asyncio.Event().wait()
         return self.groups.setdefault(name, MemoryGroup(self, name))
 
     async def release(self, name: str) -> None:
+        if refusals := self.release_refusals.get(name):
+            raise refusals.pop(0)
         self.num_released += 1
         self.groups.pop(name, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -28,16 +29,17 @@ STARVED = Load(exposed_share=0.6, hit_rate=0.4, draft_busy_share=0.95)
 IDLE = Load()
 
 shares = st.one_of(st.none(), st.floats(0, 1))
-loads = st.builds(
+known_loads = st.builds(
     Load,
     exposed_share=shares,
     hit_rate=shares,
-    draft_busy_share=st.floats(0, 1),
+    draft_busy_share=shares,
     num_undrafted=st.integers(0, 3),
     queue_s=st.one_of(st.none(), st.floats(0, 20)),
     num_queued=st.integers(0, 3),
     tokens_per_s=st.floats(0, 5000),
 )
+loads = st.one_of(st.none(), known_loads)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,9 @@ loads = st.builds(
         (IDLE, 2, -1),
         (IDLE, 1, 0),
         (IDLE, 0, 0),
+        (Load(exposed_share=0.6, hit_rate=0.4, draft_busy_share=None), 2, 0),  # busy or not: who knows?
+        (Load(draft_busy_share=None), 2, 0),
+        (Load(draft_busy_share=None, num_undrafted=1), 2, 1),  # as a coordinator says
     ],
 )
 def test_draft_workers_follow_exposed_time_hit_rate_and_how_busy_they_are(load: Load, count: int, step: int) -> None:
@@ -79,7 +84,7 @@ def test_target_workers_follow_queue_time_and_tokens_a_second(load: Load, count:
     assert bool(wish.reason) == bool(step)
 
 
-def run_drafts(seen: list[Load], count: int = 2, pace: AutoscaleConfig = PACE) -> list[Decision]:
+def run_drafts(seen: Sequence[Load | None], count: int = 2, pace: AutoscaleConfig = PACE) -> list[Decision]:
     """One decision each `every_s`; what is decided is done at once."""
     decisions: list[Decision] = []
     memory = Memory()
@@ -108,7 +113,24 @@ def test_fewer_are_wanted_for_longer_than_more() -> None:
     assert counts[12:] == [1, 1]
 
 
+def test_a_load_that_is_not_known_is_not_taken_for_idleness() -> None:
+    unknown = Load(exposed_share=0.1, hit_rate=0.9, draft_busy_share=None)
+    for unknown_load in (None, unknown):
+        assert [decision.count for decision in run_drafts([unknown_load] * 40)] == [2] * 40
+    memory = Memory(fewer_since_s=0.0, best_tokens_per_s=70.0)
+    decision = decide_targets(TARGETS, PACE, memory, None, count=2, now_s=1000.0)
+    assert decision == Decision(count=2, memory=Memory(best_tokens_per_s=70.0)), "what was learnt is kept"
+
+
+def test_a_wish_begins_anew_after_a_load_that_was_not_known() -> None:
+    assert [decision.count for decision in run_drafts([STARVED, STARVED, None, STARVED, STARVED])] == [2] * 5
+    counts = [decision.count for decision in run_drafts([*[IDLE] * 12, None, *[IDLE] * 13])]
+    assert counts == [2] * 25 + [1]
+
+
 def test_a_number_out_of_bounds_is_mended_at_once() -> None:
+    unknown = decide_targets(TARGETS, PACE, Memory(), None, count=0, now_s=0.0)
+    assert (unknown.count, unknown.reason) == (1, "the bounds say so")
     decision = decide_drafts(DRAFTS, PACE, Memory(), IDLE, count=9, now_s=0.0)
     assert (decision.count, decision.reason) == (6, "the bounds say so")
 
@@ -122,7 +144,7 @@ def test_what_a_target_worker_can_do_is_learnt_while_requests_wait() -> None:
 
 
 @given(seen=st.lists(loads, max_size=60), count=st.integers(0, 9))
-def test_numbers_stay_within_bounds_and_change_by_one_once_a_while(seen: list[Load], count: int) -> None:
+def test_numbers_stay_within_bounds_and_change_by_one_once_a_while(seen: list[Load | None], count: int) -> None:
     drafts_memory = targets_memory = Memory()
     drafts = targets = count
     changed_s: dict[str, float] = {}

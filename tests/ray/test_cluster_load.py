@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from specpipe.cluster.load import COUNTERS, QUEUED, ROUNDS, STEPS, UNDRAFTED, Counts, Page, load_between, read_page
+from specpipe.cluster.load import (
+    COUNTERS,
+    QUEUED,
+    ROUNDS,
+    STEPS,
+    UNDRAFTED,
+    Counts,
+    Page,
+    Reading,
+    load_between,
+    load_of,
+    read_page,
+)
 
 COORDINATOR = """
 # HELP specpipe_rounds_total rounds
@@ -74,3 +87,66 @@ def test_what_is_seen_first_counts_from_then_on() -> None:
 def test_a_process_that_began_again_counts_from_zero(tokens: float) -> None:
     before, now = Page(counts=Counts(tokens=1000.0)), Page(counts=Counts(tokens=tokens))
     assert load_between({"c:1": before}, {"c:1": now}, passed_s=5.0, num_drafts=1).tokens_per_s == tokens / 5
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# TYPE python_info gauge\npython_info 1\n", f"{QUEUED} NaN\n", f"{QUEUED} +Inf\n"]
+)
+def test_a_page_that_tells_nothing_is_not_taken_for_one_of_an_idle_process(text: str) -> None:
+    with pytest.raises(ValueError, match="there"):
+        read_page(text)
+
+
+COUNTED, COUNTED_ON = Page(counts=Counts(tokens=100.0)), Page(counts=Counts(tokens=300.0), num_queued=2)
+DRAFTED, DRAFTED_ON = Page(counts=Counts(draft_step_s=1.0)), Page(counts=Counts(draft_step_s=3.0))
+BEFORE = Reading(at_s=10.0, coordinators={"c:1": COUNTED}, drafts={"d:1": DRAFTED})
+NOW = Reading(at_s=14.0, coordinators={"c:1": COUNTED_ON}, drafts={"d:1": DRAFTED_ON})
+
+
+def test_what_all_have_told_twice_is_known() -> None:
+    load = load_of(BEFORE, NOW, num_drafts=1)
+    assert load is not None
+    assert (load.tokens_per_s, load.num_queued, load.draft_busy_share) == (50.0, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (Reading(), NOW),  # the first look
+        (BEFORE, Reading(at_s=14.0)),  # no coordinator runs
+        (Reading(), Reading(at_s=14.0)),
+        (BEFORE, replace(NOW, coordinators={"c:1": "refused"})),
+        (replace(BEFORE, coordinators={"c:1": "refused"}), NOW),
+        (BEFORE, replace(NOW, coordinators={"c:1": COUNTED_ON, "c:2": "refused"})),
+        (BEFORE, replace(NOW, coordinators={"c:1": COUNTED_ON, "c:2": COUNTED_ON})),  # one has come
+        (replace(BEFORE, coordinators={"c:1": COUNTED, "c:2": COUNTED}), NOW),  # one has gone
+        (BEFORE, replace(NOW, coordinators={"c:3": COUNTED_ON})),  # it began again, with another free port
+    ],
+)
+def test_what_some_coordinator_did_not_tell_twice_is_not_known(before: Reading, now: Reading) -> None:
+    assert load_of(before, now, num_drafts=1) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (BEFORE, replace(NOW, drafts={"d:1": "refused"})),
+        (replace(BEFORE, drafts={"d:1": "refused"}), NOW),
+        (BEFORE, replace(NOW, drafts={"d:1": DRAFTED_ON, "d:2": DRAFTED_ON})),  # it has just begun
+    ],
+)
+def test_how_busy_draft_workers_are_is_known_of_all_or_not_at_all(before: Reading, now: Reading) -> None:
+    load = load_of(before, now, num_drafts=2)
+    assert load is not None
+    assert load.draft_busy_share is None
+    assert load.tokens_per_s == 50.0, "coordinators have told"
+
+
+def test_a_draft_worker_that_begins_is_waited_for_once_and_one_that_left_not_at_all() -> None:
+    both = replace(NOW, drafts={"d:1": DRAFTED_ON, "d:2": DRAFTED})
+    then = replace(both, at_s=18.0, drafts={"d:1": DRAFTED_ON, "d:2": DRAFTED_ON})
+    begun = load_of(both, then, num_drafts=2)
+    left = load_of(both, replace(then, drafts={"d:2": DRAFTED_ON}), num_drafts=1)
+    assert begun is not None
+    assert left is not None
+    assert (begun.draft_busy_share, left.draft_busy_share) == (0.25, 0.5)

@@ -11,14 +11,18 @@ import pytest
 from memory_engine import MemoryEngine
 from waiting import wait_until
 
+from specpipe.cluster import replica, scaler
+from specpipe.cluster import service as cluster_service
 from specpipe.cluster.autoscale import Load
+from specpipe.cluster.backend import GroupLostError
 from specpipe.cluster.health import Health
+from specpipe.cluster.load import Counts, Page
 from specpipe.cluster.reading import fill_cluster
 from specpipe.cluster.replica import ReplicaState, ReplicaStatus
 from specpipe.cluster.scaler import Scaler
 from specpipe.cluster.service import ClusterService
 from specpipe.errors import ConfigError, WorkerUnavailableError
-from specpipe.launcher.plan import DRAFT_WORKER, TARGET_WORKER
+from specpipe.launcher.plan import COORDINATOR, DRAFT_WORKER, TARGET_WORKER
 
 AT_ONCE = {"first_delay_s": 0.001, "max_delay_s": 0.004}
 
@@ -210,6 +214,89 @@ async def test_a_new_controller_takes_over_what_runs_and_what_was_scaled() -> No
             assert all(group.num_starts == 1 for group in engine.groups.values()), "none was disturbed"
 
 
+async def test_a_new_controller_scales_while_what_was_lost_finds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def two_undrafted(addresses: list[str]) -> dict[str, Page]:
+        return {address: Page(counts=Counts(), num_undrafted=2) for address in addresses}
+
+    monkeypatch.setattr(scaler, "fetch_pages", two_undrafted)
+    engine = MemoryEngine()
+    scaling = {"draft_workers": {"max": 3}, "every_s": 0.1, "up_after_s": 0, "settle_s": 0}
+    async with started(engine, target_workers={"count": 2}):
+        await engine.release("target-worker-1")
+        engine.unplaceable.add("target-worker-1")
+        second = service_on(engine, target_workers={"count": 2}, autoscale=scaling)
+        starting = asyncio.create_task(second.start())
+        try:
+            await wait_until(lambda: second.count(DRAFT_WORKER) == 3)
+            assert not starting.done(), "it waits for the worker that was lost"
+            second.scale(TARGET_WORKER, 1)
+            await asyncio.wait_for(starting, 10.0)
+        finally:
+            starting.cancel()
+            await second.stop(0.0)
+
+
+async def test_a_start_hears_that_what_it_waits_for_was_told_to_end() -> None:
+    engine = MemoryEngine()
+    engine.may_start.clear()
+    service = service_on(engine)
+    starting = asyncio.create_task(service.start())
+    await wait_until(lambda: "target-worker-0" in engine.groups)
+    await service.stop(0.0)
+    with pytest.raises(WorkerUnavailableError, match="was told to end before it served"):
+        await starting
+
+
+async def test_a_worker_that_cannot_be_given_back_leaves_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    engine = MemoryEngine()
+    async with started(engine, draft_workers={"count": 2}) as service:
+        engine.release_refusals["draft-worker-1"] = [GroupLostError("Ray does not answer"), RuntimeError("no idea")]
+        service.scale(DRAFT_WORKER, 1)
+        await wait_until(lambda: len(service.status.replicas) == 3)
+        assert "draft-worker-1" not in engine.groups
+        assert caplog.text.count("draft-worker-1: it cannot leave") == 2
+
+
+async def test_an_end_that_fails_for_one_ends_the_others_all_the_same() -> None:
+    engine = MemoryEngine()
+    service = service_on(engine)
+    await service.start()
+    engine.release_refusals["coordinator-0"] = [GroupLostError("Ray does not answer")]
+    with pytest.raises(GroupLostError, match="Ray does not answer"):
+        await service.stop(0.0)
+    assert list(engine.groups) == ["coordinator-0"]
+    assert {"stop target-worker-0", "stop draft-worker-0"} <= set(engine.log)
+
+
+async def hang(*_: object) -> None:
+    """In place of what a group is asked: its actor does not answer."""
+    await asyncio.Event().wait()
+
+
+async def test_an_actor_that_does_not_answer_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cluster_service, "TELL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(replica, "LINES_TIMEOUT_S", 0.01)
+    engine = MemoryEngine()
+    async with started(engine) as service:
+        monkeypatch.setattr(engine.groups["coordinator-0"], "list_workers", hang)
+        monkeypatch.setattr(engine.groups["draft-worker-0"], "lines", hang)
+        service.scale(TARGET_WORKER, 2)
+        await wait_until(lambda: "coordinator-0 is not told of a change: its actor has not answered" in caplog.text)
+        lines = await service.lines()
+        assert lines["target-worker-0"] == ("it works",)
+        assert lines["draft-worker-0"][0].startswith("its actor has not answered")
+
+
+async def test_health_that_cannot_be_followed_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    engine = MemoryEngine()
+    async with started(engine) as service:
+        engine.groups["draft-worker-0"].break_health(RuntimeError("no idea"))
+        await wait_until(lambda: "draft-worker-0: its health cannot be followed any more" in caplog.text)
+        assert service.status.is_ready
+
+
 async def test_an_end_while_a_start_hangs_leaves_nothing() -> None:
     engine = MemoryEngine()
     engine.may_start.clear()
@@ -238,11 +325,11 @@ async def test_a_load_changes_the_number_and_the_change_is_told_with_its_reason(
     engine = MemoryEngine()
     scaling = {"draft_workers": {"max": 3}, "up_after_s": 0, "settle_s": 0}
     async with started(engine, autoscale=scaling) as service:
-        scaler = Scaler(service.config.autoscale, service)
-        scaler.look(Load(num_undrafted=2), now_s=100.0)
+        own_scaler = Scaler(service.config.autoscale, service)
+        own_scaler.look(Load(num_undrafted=2), now_s=100.0)
         assert service.count(DRAFT_WORKER) == 2
         assert service.count(TARGET_WORKER) == 1, "their number is not to be changed"
-        (change,) = scaler.changes
+        (change,) = own_scaler.changes
         assert (change.before, change.after, change.reason) == (1, 2, "2 requests have no draft worker")
         await wait_until(lambda: len(engine.groups["coordinator-0"].listed["draft"]) == 2)
 
@@ -250,7 +337,11 @@ async def test_a_load_changes_the_number_and_the_change_is_told_with_its_reason(
 async def test_every_process_is_asked_for_its_metrics() -> None:
     engine = MemoryEngine()
     async with started(engine) as service:
-        assert service.metrics() == ["target-worker-0:9", "draft-worker-0:9", "coordinator-0:9"]
+        expected = {role: [f"{role}-0:9"] for role in (TARGET_WORKER, DRAFT_WORKER, COORDINATOR)}
+        assert service.metrics() == expected
+        engine.may_start.clear()
+        engine.groups["draft-worker-0"].end("it was ended by SIGKILL")
+        await wait_until(lambda: service.metrics() == {**expected, DRAFT_WORKER: []})
 
 
 async def test_two_that_end_it_at_once_end_it_once() -> None:

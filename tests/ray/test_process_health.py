@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import types
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc.aio
 import pytest
+from tcp_relay import TcpRelay
 from waiting import wait_until
 
 from specpipe.cluster.health import Health, HealthPatience, ProcessHealth, answers_grpc, tls_of
+from specpipe.cluster.keeper import Keeper
 from specpipe.config import ServerConfig, TlsConfig
 from specpipe.errors import WorkerUnavailableError
+from specpipe.health_client import HealthClient
 from specpipe.launcher.plan import DRAFT_WORKER, TARGET_WORKER, ProcessSpec
-from specpipe.server import Server, create_server
+from specpipe.server import Server, create_channel, create_server
 
 SPEC = ProcessSpec(role=DRAFT_WORKER, arguments=("--model", "x"))
 QUICK = HealthPatience(every_s=0.01, answer_s=5.0, hung_s=0.1)
@@ -71,12 +76,24 @@ async def test_what_says_that_it_hangs_is_past_waiting_for_after_a_while() -> No
 
 async def test_what_does_not_answer_is_silent_and_then_past_waiting_for() -> None:
     patience = HealthPatience(every_s=0.01, answer_s=0.2, hung_s=1.0)
-    async with served() as server, watched(server.address, patience) as (health, hangs):
-        await server.set_serving(False)
-        await health.differs_from(Health.SERVING)  # it has answered
-        await server.stop()
-        assert await health.differs_from(Health.NOT_SERVING) is Health.SILENT
-        assert (await hangs).startswith("it has not answered for")
+    async with served() as server, TcpRelay(int(server.address.rpartition(":")[2])) as relay:
+        async with watched(relay.address, patience) as (health, hangs):
+            await server.set_serving(False)
+            await health.differs_from(Health.SERVING)  # it has answered
+            relay.block()
+            assert await health.differs_from(Health.NOT_SERVING) is Health.SILENT
+            assert (await hangs).startswith("it has not answered for")
+
+
+async def test_what_has_closed_its_port_is_about_to_end_and_does_not_hang() -> None:
+    """A coordinator does so as soon as it is told to end, and its answers go on for the grace."""
+    async with served() as server, watched(server.address) as (health, hangs):
+        await server.set_alive(False)
+        await server.set_alive(True)
+        await server.close()
+        assert await health.differs_from(Health.SERVING) is Health.NOT_SERVING
+        await asyncio.wait([hangs], timeout=5 * QUICK.hung_s)
+        assert not hangs.done()
 
 
 async def test_what_has_never_answered_is_not_judged() -> None:
@@ -87,6 +104,31 @@ async def test_what_has_never_answered_is_not_judged() -> None:
             async with asyncio.timeout(0.5):
                 await hangs
         assert health.now is Health.SERVING
+
+
+async def test_an_answer_that_cannot_be_read_is_none() -> None:
+    async def answer(_request: bytes, _context: object) -> bytes:
+        return b"\xff"
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": method}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with create_channel(f"127.0.0.1:{port}") as channel:
+        assert await HealthClient(channel, timeout_s=10.0).is_well("") is None
+    await server.stop(0)
+
+
+async def test_health_that_cannot_be_asked_for_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ProcessHealth):
+        async def hangs(self) -> str:
+            raise RuntimeError("no idea")
+
+    child = types.SimpleNamespace(pid=7)
+    await Keeper("127.0.0.1")._end_hung(child, Broken("127.0.0.1:1", SPEC, QUICK))  # type: ignore[arg-type]
+    assert "pid 7: nobody ends it any more if it hangs" in caplog.text
+    assert "no idea" in caplog.text
 
 
 async def test_certificates_that_are_not_there_end_nothing(tmp_path: Path) -> None:
