@@ -4,7 +4,8 @@ Owns: the tasks that dial and read, the pools of live connections, when a worker
 requests, what a message means, which workers fit (`coordinator.fit`), what names stand for (`coordinator.discovery`).
 What is read goes to the owner.
 
-A worker that its name no longer stands for gets no new sessions; when it has none, it is not dialled any more.
+A worker that its name no longer stands for gets no new sessions; when it has none, it is not dialled any more. One that
+has several addresses is connected at one of them, and its room counts once; another takes over when that one goes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from specpipe.worker_stream import new_incarnation
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS_TOLD = 8  # of one worker that is not connected; then they are told anew
+TWIN_PAUSES = 16  # between tries of an address whose worker is connected at another one, while it is
 Connect = Callable[[str, Kind, int], AbstractAsyncContextManager[WorkerLink]]
 
 
@@ -74,6 +76,7 @@ class WorkerLinks:
         self._workers = {(kind, address): None for kind in Kind for address in self._addresses[kind]}  # in order
         self._named: dict[tuple[Kind, str], set[str]] = {}  # names that stand for each, while it is dialled for them
         self._leaving: set[tuple[Kind, str]] = set()  # still dialled, but no name stands for them any longer
+        self._twins: dict[tuple[Kind, str], int] = {}  # numbers of connections to the worker at another address of it
         self._dials: dict[tuple[Kind, str], asyncio.Task[None]] = {}  # of those that names stand for
         self._settings = settings
         self._connect = connect
@@ -91,8 +94,8 @@ class WorkerLinks:
 
     @property
     def workers(self) -> list[tuple[Kind, str]]:
-        """All that are dialled now, connected or not."""
-        return list(self._workers)
+        """All that are dialled now, connected or not; one that is connected at another address only there."""
+        return [(kind, address) for kind, address in list(self._workers) if not self._has_twin(kind, address)]
 
     def get(self, number: int) -> Connection | None:
         return self.pools[Kind.TARGET].get(number) or self.pools[Kind.DRAFT].get(number)
@@ -199,6 +202,7 @@ class WorkerLinks:
         self._dials.pop((kind, address)).cancel()
         del self._named[kind, address]
         self._leaving.discard((kind, address))
+        self._twins.pop((kind, address), None)
         self._problems.pop((kind, address), None)
         self._note_first_try(kind, address, "")
         del self._first_tries[kind, address], self._workers[kind, address]
@@ -220,12 +224,20 @@ class WorkerLinks:
                 if problem not in told:
                     told.add(problem)
                     logger.warning("%s; it is dialled again", problem)
+            await self._pause(kind, address, backoff)
+
+    async def _pause(self, kind: Kind, address: str, backoff: Backoff) -> None:
+        """Until the address is worth dialling again."""
+        for _ in range(TWIN_PAUSES):
             await asyncio.sleep(backoff.next_s())
+            if not self._has_twin(kind, address):
+                return
 
     async def _serve_link(self, kind: Kind, address: str, link: WorkerLink, backoff: Backoff) -> None:
         """Returns never: a link ends with an error. Then its sessions are lost."""
         first = await self._first_batch(kind, link)
         await self.fit.check(kind, address, link)  # a target is in its pool as soon as drafts hear of it
+        self._check_twin(kind, address, link)
         connection = Connection(next(self._numbers), kind, address, link)
         connection.is_leaving = (kind, address) in self._leaving
         self.pools[kind].add(connection)
@@ -243,6 +255,21 @@ class WorkerLinks:
         finally:
             self.pools[kind].remove(connection)
             self._owner.lose(connection, reason)
+
+    def _check_twin(self, kind: Kind, address: str, link: WorkerLink) -> None:
+        """Raise WorkerUnavailableError if the worker is connected at another address, and that one is not leaving."""
+        incarnation = link.hello.incarnation
+        self._twins.pop((kind, address), None)
+        for other in self.pools[kind]:
+            is_same = incarnation != 0 and other.link.hello.incarnation == incarnation
+            if is_same and other.address != address and not other.is_leaving:
+                self._twins[kind, address] = other.number
+                raise WorkerUnavailableError(f"it is the worker that is connected at {other.address}")
+
+    def _has_twin(self, kind: Kind, address: str) -> bool:
+        """The worker was found there, and is connected at another address that stands for it still."""
+        twin = self.get(self._twins.get((kind, address), 0))
+        return twin is not None and not twin.is_leaving
 
     async def _first_batch(self, kind: Kind, link: WorkerLink) -> Batch:
         """With it comes the first heartbeat: a worker that hangs in a step is found out before it gets sessions."""

@@ -12,7 +12,9 @@ import pytest
 from coordinator_cluster import FAST, Cluster, Worker, ask, cluster, draft_model, plain, target_model
 from waiting import wait_until
 
+from coordinator import links
 from coordinator.events import Kind
+from coordinator.pools import Backoff
 from specpipe.types import Mode
 
 SETTINGS = replace(FAST, resolve_every_s=0.02)
@@ -161,3 +163,49 @@ async def test_an_address_that_two_names_stand_for_is_one_worker_until_neither_d
         await wait_until(lambda: connected(service, Kind.TARGET) == {targets[0].address})
         assert service.coordinator.workers == [(Kind.TARGET, targets[0].address)]
         assert await plain(service) == expected
+
+
+async def test_a_worker_that_is_found_at_two_addresses_is_one_until_the_first_goes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backoff, "next_s", lambda self: 0.02)
+    targets, book = [Worker("target", target_model(), is_relayed=True)], Book()
+    async with found_by_name(targets, [], book) as service:
+        (relayed,) = connected(service, Kind.TARGET)
+        (target,), direct = targets, targets[0].server.address
+        said, tried = f"worker {direct}: it is the worker that is connected at", []
+        connect = service.coordinator._links._connect
+        service.coordinator._links._connect = lambda address, *rest: (tried.append(address), connect(address, *rest))[1]
+        book.found["targets"].append(direct)
+        await wait_until(lambda: said in caplog.text)
+        assert connected(service, Kind.TARGET) == {relayed}
+        assert service.coordinator.workers == [(Kind.TARGET, relayed)]
+        await wait_until(lambda: tried.count(direct) > 2)
+        assert caplog.text.count(said) == 1
+        expected = await plain(service)
+        assert target.relay is not None
+        await target.relay.__aexit__()
+        await wait_until(lambda: connected(service, Kind.TARGET) == {direct})
+        assert service.coordinator.workers == [(Kind.TARGET, relayed), (Kind.TARGET, direct)]
+        assert await plain(service) == expected
+
+
+async def test_a_worker_whose_name_left_one_of_its_addresses_is_connected_at_the_other(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backoff, "next_s", lambda self: 0.02)
+    monkeypatch.setattr(links, "TWIN_PAUSES", 10_000)
+    targets, book = [Worker("target", target_model(), is_relayed=True)], Book()
+    async with found_by_name(targets, [], book) as service:
+        direct = targets[0].server.address
+        book.found["targets"].append(direct)
+        await wait_until(lambda: "it is the worker that is connected at" in caplog.text)
+        targets[0].gate.clear()
+        answer = asyncio.create_task(service.client.answer(ask(mode=Mode.OFF)))
+        await wait_until(lambda: any(sessions_at(service).values()))
+        book.found["targets"] = [direct]
+        await wait_until(lambda: direct in connected(service, Kind.TARGET))
+        assert not answer.done()
+        targets[0].gate.set()
+        assert (await answer).token_ids == await plain(service)
+        await wait_until(lambda: connected(service, Kind.TARGET) == {direct})
