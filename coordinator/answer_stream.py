@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from coordinator.events import Event, Instruction
 from coordinator.metrics import RequestCount
 from coordinator.request_trace import RequestTrace
 from coordinator.state import RequestMachine
@@ -66,6 +67,18 @@ class AnswerStream:
 
     def close(self) -> None:
         self._on_close(self)
+
+    def observe(self, event: Event, instructions: Sequence[Instruction], now_ms: float) -> None:
+        """What the machine has heard and said, for the trace and the count."""
+        if self.trace is not None:
+            self.trace.observe(event, instructions, now_ms)
+        if self.count is not None:
+            self.count.observe(event, instructions, now_ms)
+
+    def session_over(self, session: int, now_ms: float) -> None:
+        """Nothing more comes of a session."""
+        if self.trace is not None:
+            self.trace.session_over(session, now_ms)
 
     def stalled_ms(self, now_ms: float) -> float:
         """How long the reader has taken nothing although it could. To be asked regularly."""

@@ -84,7 +84,8 @@ class Coordinator:
         self.metrics = metrics
         self.tracing = tracing or create_tracing(config.telemetry)
         self.settings = settings or DriverSettings()
-        self.is_stopping = False
+        self.is_stopping = False  # told to end: not ready; what is submitted nevertheless is answered until `end_all`
+        self._last_word: SpecpipeError | None = None  # why nothing is answered any more
         connect = connect or functools.partial(connect_worker, tls=config.server.tls)
         self._links = WorkerLinks(config, self.settings, connect, self, resolve)
         self._moves = DraftMoves(
@@ -95,6 +96,7 @@ class Coordinator:
         self._live: dict[str, AnswerStream] = {}  # by request id, until they are answered
         self._queue: deque[AnswerStream] = deque()
         self._running: set[AnswerStream] = set()
+        self._is_admitting = False
         self._by_session: dict[int, AnswerStream] = {}  # sessions that some worker still holds
         self._idle = asyncio.Event()
         self._idle.set()
@@ -113,7 +115,6 @@ class Coordinator:
                 try:
                     yield
                 finally:
-                    self.is_stopping = True
                     self.end_all(WorkerUnavailableError("the service has stopped"))
                     for task in tasks:
                         task.cancel()
@@ -156,12 +157,13 @@ class Coordinator:
         """An answer is possible."""
         return not self.is_stopping and self.pools[Kind.TARGET].is_ready
 
-    async def drain(self) -> None:
-        """Take no more requests; returns when the last one has ended and its reader is gone."""
-        self.is_stopping = True
+    async def wait_idle(self) -> None:
+        """Returns when no request is left, and no reader."""
         await self._idle.wait()
 
     def end_all(self, error: SpecpipeError) -> None:
+        """All requests end so, and those that come later."""
+        self.is_stopping, self._last_word = True, error
         for stream in tuple(self._streams):
             self._handle(stream, Ended(error))
 
@@ -176,16 +178,13 @@ class Coordinator:
     ) -> AnswerStream:
         """Begin to answer, or queue. The caller reads the stream and closes it; `trace` and `count` hear of it.
 
-        Raises DuplicateRequestError, CapacityError (queue full) or WorkerUnavailableError (stopping).
+        Raises DuplicateRequestError, CapacityError (queue full), or what `end_all` was given.
         """
-        if self.is_stopping:
-            raise WorkerUnavailableError("the service is stopping")
+        self.check_room(request.request_id)
         if request.request_id in self._live:
             raise DuplicateRequestError(
                 f"request_id {request.request_id!r}: the request with this id is still answered"
             )
-        if len(self._queue) >= self.config.max_queue and not self._can_admit():
-            raise CapacityError(f"{len(self._running)} requests run and {len(self._queue)} wait; try again later")
         machine = RequestMachine(request, answer, max_target_wait_ms=1000 * self.settings.max_target_wait_s)
         stream = AnswerStream(machine, self._reader_gone, trace, count)
         if trace is not None:
@@ -198,6 +197,16 @@ class Coordinator:
         self._queue.append(stream)
         self._admit()
         return stream
+
+    def check_room(self, request_id: str) -> None:
+        """Raises what `submit` would if it came now, before anything is done for a request.
+
+        Not for want of room if there is a live request with this id: it may be on its way out and make room.
+        """
+        if self._last_word is not None:
+            raise self._last_word
+        if request_id not in self._live and len(self._queue) >= self.config.max_queue and not self._can_admit():
+            raise CapacityError(f"{len(self._running)} requests run and {len(self._queue)} wait; try again later")
 
     async def wait_for_id(self, request_id: str, timeout_s: float) -> None:
         """Returns when no live request has this id, or the time is up.
@@ -222,11 +231,17 @@ class Coordinator:
         return len(self._running) < self.config.max_sessions and (not target.is_ready or target.can_place(_now_ms()))
 
     def _admit(self) -> None:
-        """First come, first served."""
-        while self._queue and self._can_admit():
-            stream = self._queue.popleft()
-            self._running.add(stream)
-            self._handle(stream, Admitted())
+        """First come, first served. NOTE: one that ends at once comes back here: the loop sees to its successor."""
+        if self._is_admitting:
+            return
+        self._is_admitting = True
+        try:
+            while self._queue and self._can_admit():
+                stream = self._queue.popleft()
+                self._running.add(stream)
+                self._handle(stream, Admitted())
+        finally:
+            self._is_admitting = False
 
     # Machines
 
@@ -234,10 +249,7 @@ class Coordinator:
         """One event, all that it leads to, and what its end makes room for."""
         now_ms = _now_ms()
         instructions = stream.machine.handle(event, now_ms)
-        if stream.trace is not None:
-            stream.trace.observe(event, instructions, now_ms)
-        if stream.count is not None:
-            stream.count.observe(event, instructions, now_ms)
+        stream.observe(event, instructions, now_ms)
         for instruction in instructions:
             self._carry_out(stream, instruction, now_ms)
         if stream.machine.phase.is_over:
@@ -321,11 +333,12 @@ class Coordinator:
             for connection in self._links:
                 self._links.watch(connection, passed_s)
                 for session in connection.overdue(now_ms):
-                    _tell_over(self._by_session[session], session)
+                    self._by_session[session].session_over(session, now_ms)
                     self._forget(connection, session)
             self._move_drafts(now_ms)
+            tick = Tick(self.pools[Kind.TARGET].unready_ms(now_ms))
             for stream in tuple(self._streams):
-                self._handle(stream, Tick())
+                self._handle(stream, tick)
                 self._check_reader(stream, now_ms)
             self.tracing.tick(now_ms)
             self._admit()
@@ -356,7 +369,7 @@ class Coordinator:
                     connection.refuse(_now_ms(), is_ending=message.code is ErrorCode.UNAVAILABLE)
             if isinstance(message, Closed):
                 self._forget(connection, message.session)
-                _tell_over(stream, message.session)
+                stream.session_over(message.session, _now_ms())
                 self._admit()
 
     def ask_for_missing(self, connection: Connection) -> None:
@@ -383,17 +396,11 @@ class Coordinator:
                 was_draining=connection.is_draining,
             )
             self._handle(stream, lost)
-            _tell_over(stream, session)
+            stream.session_over(session, _now_ms())
 
     def _forget(self, connection: Connection, session: int) -> None:
         connection.forget(session)
         self._by_session.pop(session, None)
-
-
-def _tell_over(stream: AnswerStream, session: int) -> None:
-    """Nothing more comes of a session."""
-    if stream.trace is not None:
-        stream.trace.session_over(session, _now_ms())
 
 
 def _now_ms() -> float:

@@ -98,6 +98,8 @@ class Lost:
 class Tick:
     """Time has passed."""
 
+    unready_ms: float | None = None  # for how long no target worker has been one that gets requests; None: there is one
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:

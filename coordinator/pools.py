@@ -152,6 +152,7 @@ class Pool:
         self._connections: dict[int, Connection] = {}
         self._prefixes = Prefixes()
         self._levelling = Levelling()
+        self._unready_since_ms: float | None = None
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(tuple(self._connections.values()))
@@ -172,6 +173,16 @@ class Pool:
     def is_ready(self) -> bool:
         """Some worker may be given sessions, now or when others end."""
         return any(connection.may_be_used for connection in self._connections.values())
+
+    def unready_ms(self, now_ms: float) -> float | None:
+        """For how long none has been; None: one is. To be asked regularly. Silence counts: nobody was there then."""
+        if self.is_ready:
+            self._unready_since_ms = None
+            return None
+        if self._unready_since_ms is None:
+            silent_s = min((connection.silent_s for connection in self), default=0.0)
+            self._unready_since_ms = now_ms - 1000 * silent_s
+        return now_ms - self._unready_since_ms
 
     def can_place(self, now_ms: float) -> bool:
         return any(connection.can_take(now_ms) for connection in self)

@@ -69,8 +69,9 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
     async def Generate(  # noqa: N802 (the name is the RPC's)
         self, request: generate_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[generate_pb2.GenerateResponse]:
-        metadata = context.invocation_metadata() or ()
-        stream = await self.begin(question_from_pb(request), remaining_s=context.time_remaining(), metadata=metadata)
+        metadata, remaining_s = context.invocation_metadata() or (), context.time_remaining()
+        question = question_from_pb(request)
+        stream = await self.begin(question, remaining_s=remaining_s, metadata=metadata, is_let_in=True)
         _watch_reader(context, stream)
         try:
             async for event in stream:
@@ -79,18 +80,26 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
             stream.close()
 
     async def begin(
-        self, question: Question, *, remaining_s: float | None = None, metadata: Metadata = ()
+        self,
+        question: Question,
+        *,
+        remaining_s: float | None = None,
+        metadata: Metadata = (),
+        is_let_in: bool = False,
     ) -> AnswerStream:
         """Check the question and begin to answer it; whoever asks, over gRPC or HTTP. The caller closes the stream.
 
-        `metadata`: headers of the call, of which traceparent and tracestate are read. Raises what refuses the question,
-        in the sentences that gRPC clients get.
+        `metadata`: headers of the call, of which traceparent and tracestate are read. `is_let_in`: by a server that
+        lets nobody in once the service is to end; others who ask then are refused here. Raises what refuses the
+        question, in the sentences that gRPC clients get.
         """
         received_ms = _now_ms()
         trace = self._coordinator.tracing.begin(question, metadata, received_ms=received_ms)
         metrics = self._coordinator.metrics
         count = None if metrics is None else metrics.begin(is_chat=question.is_chat, received_ms=received_ms)
         with _told_if_refused(trace), _told_if_refused(count):
+            if self._coordinator.is_stopping and not is_let_in:
+                raise WorkerUnavailableError("the service is stopping")
             request = await self._read(question, received_ms, _deadline_ms(remaining_s, received_ms), trace)
             return await self._submit(request, trace, count)
 
@@ -227,10 +236,14 @@ class App:
         return self._is_open and self.coordinator.is_ready and not self._thread.is_stuck
 
     async def drain(self) -> None:
-        """Not ready; returns when the last answer is complete."""
-        self._is_open = False
+        """Not ready; returns when the last answer is complete.
+
+        gRPC clients are sent elsewhere; what they have asked until then is answered. Pages ask in vain.
+        """
+        self._is_open, self.coordinator.is_stopping = False, True
         await self.server.set_serving(False)
-        await self.coordinator.drain()
+        await self.server.close()
+        await self.coordinator.wait_idle()
 
     async def _load_configured(self) -> Tokenization | None:
         return await self._load(self.config.tokenizer) if self.config.tokenizer else None

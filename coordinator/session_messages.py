@@ -1,6 +1,7 @@
 """What workers and the client are told of a request as it stands.
 
-Owns: how Open, Started, and the answer to NeedTokens are made. Must not know: who gets them, phases, clocks.
+Owns: how Open, Started, the answer to NeedTokens, and the word that no drafts come are made. Must not know: who gets
+them, phases, clocks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 from coordinator.requests import Request
 from specpipe.answers import Started
-from specpipe.types import Commit, NeedTokens, Open, Origin
+from specpipe.types import Commit, Extension, NeedTokens, Open, Origin
 
 
 def open_session(session: int, request: Request, tokens: Sequence[int], now_ms: float) -> Open:
@@ -37,6 +38,11 @@ def answer_need(session: int, tokens: Sequence[int], have: int) -> Commit | Need
         return None
     missing = tuple(tokens[have:])
     return Commit(session=session, round=0, base=have, tokens=missing, origins=(Origin.PLAIN,) * len(missing))
+
+
+def no_drafts(session: int, base: int) -> Extension:
+    """For a target worker: none will come below so many tokens."""
+    return Extension(session=session, base=base, parents=(), tokens=(), confidences=(), is_exhausted=True)
 
 
 def started(request: Request) -> Started:

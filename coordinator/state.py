@@ -45,7 +45,7 @@ from coordinator.events import (
 )
 from coordinator.phases import TRANSITIONS, Phase
 from coordinator.requests import Request
-from coordinator.session_messages import answer_need, open_session, started
+from coordinator.session_messages import answer_need, no_drafts, open_session, started
 from coordinator.target_wait import TargetWait
 from coordinator.transcript import Transcript
 from specpipe.errors import (
@@ -181,19 +181,20 @@ class RequestMachine:
                 if (draft := self._draft.find(event.session)) is not None:
                     self._draft.lose(draft, self._now_ms)
                     self._tell_no_draft()
-            case Tick():
-                self._tick()
+            case Tick(unready_ms=unready_ms):
+                self._tick(unready_ms)
             case Ended(error=error):
                 self._end(Phase.CANCELLED, error)
 
-    def _tick(self) -> None:
+    def _tick(self, unready_ms: float | None) -> None:
         deadline_ms = self.request.deadline_ms
         if deadline_ms is not None and self._now_ms >= deadline_ms:
             self._end(
                 Phase.FAILED, DeadlineExceededError("the request's deadline passed before its answer was complete")
             )
         elif self.phase is Phase.QUEUED:
-            return
+            self._wait.queued(self.request.received_ms, self._now_ms, unready_ms)
+            self._check_wait()
         elif self.target is None:
             self._seek_target()
         elif self._draft.is_due(self._now_ms):
@@ -355,10 +356,7 @@ class RequestMachine:
         """Nothing is coming below these tokens: the target need not wait for it."""
         if self.target is None or not self._draft.must_tell(self.target, len(self.tokens)):
             return
-        nothing = Extension(
-            session=self.target.session, base=len(self.tokens), parents=(), tokens=(), confidences=(), is_exhausted=True
-        )
-        self._send_target(nothing)
+        self._send_target(no_drafts(self.target.session, len(self.tokens)))
 
     # Both
 

@@ -20,20 +20,14 @@ import grpc.aio
 from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, SpeculationStats, Started, Timing
 from specpipe.codec_trace import trace_from_pb
 from specpipe.config import MAX_SPECULATIVE_TOKENS, TlsConfig
-from specpipe.errors import (
-    ErrorCode,
-    InvalidRequestError,
-    ModelNotFoundError,
-    SpecpipeError,
-    TraceNotFoundError,
-    WorkerUnavailableError,
-)
-from specpipe.resume import PAUSE_S, Patience, ResumedAnswer
+from specpipe.errors import ErrorCode, InvalidRequestError, SpecpipeError, TraceNotFoundError, WorkerUnavailableError
+from specpipe.resume import ResumedAnswer
 from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc, trace_pb2, trace_pb2_grpc
-from specpipe.server import create_channel, error_from_status, is_of_transport
+from specpipe.server import create_channel
 from specpipe.spans import KeptTrace
 from specpipe.telemetry.propagation import TRACEPARENT, current_context
 from specpipe.tls import NO_TLS
+from specpipe.tries import Tries, own_error
 from specpipe.types import FinishReason, Mode, Origin, Rule
 
 DEFAULT_TIMEOUT_S: Final = 3600.0  # a call without a deadline could hang for ever
@@ -120,6 +114,7 @@ class Answer:
 class GenerateClient:
     """A connection to a coordinator: `async with GenerateClient(address) as client`, then any number of requests.
 
+    A coordinator that ends finishes its answers and sends later requests to whoever listens at the address then.
     Given several addresses, of coordinators of one service, an answer whose coordinator is lost goes on at the next:
     asked again with the same request id (made here if there is none) and seed, less what was given out before. An
     address behind which there are several, a Kubernetes Service say, may be given twice for that.
@@ -163,10 +158,10 @@ class GenerateClient:
         give_up_s = loop.time() + timeout_s
         if len(self._places) > 1 and not request.request_id:
             request = replace(request, request_id=f"gen-{secrets.token_hex(12)}")
-        answer, tries = ResumedAnswer(temperature=request.temperature), _Tries(self._places, self._current)
+        answer, tries = ResumedAnswer(temperature=request.temperature), Tries(self._addresses, self._current)
         while True:
             asked = request if answer.started is None else replace(request, seed=answer.started.seed)
-            call = tries.place.generate(
+            call = self._places[tries.index].generate(
                 request_to_pb(asked), timeout=give_up_s - loop.time(), metadata=metadata or None
             )
             try:
@@ -222,52 +217,8 @@ class _Place:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise SpecpipeError(f"{self.address} keeps no traces: an older version, or no coordinator") from error
-            own = _own_error(error, self.address)
+            own = own_error(error, self.address)
             raise TraceNotFoundError(str(own)) if own.code is ErrorCode.NOT_FOUND else own from error
-
-
-class _Tries:
-    """Where one answer is asked for, and whether once more."""
-
-    def __init__(self, places: Sequence[_Place], first: int) -> None:
-        self.index = first
-        self._places = places
-        self._patience = Patience(len(places))
-        self._num_tokens = 0  # had before this try
-        self._failures: dict[str, SpecpipeError] = {}  # by address, the newest
-
-    @property
-    def place(self) -> _Place:
-        return self._places[self.index]
-
-    def pause_after(self, error: grpc.aio.AioRpcError, answer: ResumedAnswer) -> float:
-        """The next place is the one to ask, after so many seconds. Raises the error that the caller gets instead."""
-        own = _own_error(error, self.place.address)
-        if len(self._places) == 1 or not self._is_lost(error):
-            raise own from error
-        if answer.obstacle:
-            raise type(own)(f"{own}; {answer.obstacle}") from error
-        self._failures[self.place.address] = own
-        if answer.num_tokens > self._num_tokens:
-            self._patience.progress()
-        pause_s = self._patience.pause_s()
-        if pause_s is None:
-            raise self._no_more() from error
-        self._num_tokens = answer.num_tokens
-        answer.restart()
-        self.index = (self.index + 1) % len(self._places)
-        return max(pause_s, PAUSE_S) if own.code is ErrorCode.ALREADY_EXISTS else pause_s
-
-    def _is_lost(self, error: grpc.aio.AioRpcError) -> bool:
-        """A live request with our id, after the first try, is what the first try has left there for a moment."""
-        if error.code() is grpc.StatusCode.ALREADY_EXISTS:
-            return bool(self._failures)
-        is_broken = error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED) and is_of_transport(error)
-        return error.code() is grpc.StatusCode.UNAVAILABLE or is_broken
-
-    def _no_more(self) -> SpecpipeError:
-        causes = "; ".join(map(str, self._failures.values()))
-        return WorkerUnavailableError(f"no coordinator answers: {causes}")
 
 
 def answer_once(
@@ -390,11 +341,3 @@ def _stats_from_pb(stats_pb: generate_pb2.SpeculationStats) -> SpeculationStats:
     values["mode"] = Mode[common_pb2.Mode.Name(stats_pb.mode).removeprefix("MODE_")]
     values["rule"] = Rule[common_pb2.Rule.Name(stats_pb.rule).removeprefix("RULE_")]
     return SpeculationStats(**values)
-
-
-def _own_error(error: grpc.aio.AioRpcError, address: str) -> SpecpipeError:
-    """The error that the status stands for; where the trouble is on the way, it says who was asked."""
-    own = error_from_status(error)
-    if is_of_transport(error) or isinstance(own, WorkerUnavailableError):
-        return type(own)(f"{address}: {own}")
-    return ModelNotFoundError(str(own)) if own.code is ErrorCode.NOT_FOUND else own

@@ -6,12 +6,13 @@ between errors and statuses. Must not know: what a service does.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,7 +22,8 @@ from grpc_reflection.v1alpha import reflection
 
 from specpipe.causes import cause_of
 from specpipe.config import ServerConfig, TlsConfig
-from specpipe.errors import ERROR_BY_CODE, CapacityError, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.errors import ERROR_BY_CODE, ConfigError, ErrorCode, InvalidRequestError, SpecpipeError
+from specpipe.interceptors import CallLimitInterceptor, Handler, Interceptor, RunningCallsInterceptor, wrapped
 from specpipe.ports import check_port, join_address
 from specpipe.rpc_metrics import MeasuringInterceptor, RpcMetrics
 from specpipe.tls import NO_TLS, channel_credentials, server_credentials
@@ -45,6 +47,10 @@ MAX_DETAILS_BYTES = 2048
 more than 8 KB: the client would see that refusal instead of the status."""
 LIVENESS = "liveness"
 """The service name under which health says whether the process goes on, whether or not it is ready."""
+HAND_OVER_S = 0.2
+"""A call that gRPC has taken is known to us by then."""
+FOREVER_S = 1e9
+"""A grace that nobody outlives."""
 MAX_CONCURRENT_STREAMS = 4096
 """Calls on one connection, an HTTP/2 setting; more wait in the client."""
 
@@ -98,6 +104,8 @@ class Server:
         grpc_server: grpc.aio.Server,
         address: str,
         service_names: Sequence[str],
+        *,
+        running: RunningCallsInterceptor,
         health_server: grpc.aio.Server | None = None,
     ) -> None:
         self.grpc_server = grpc_server
@@ -106,6 +114,8 @@ class Server:
         """HOST:PORT, with the port that was taken."""
         self.is_serving = False
         self.is_alive = True
+        self._running = running
+        self._closing: asyncio.Task[None] | None = None
         self._health_server = health_server
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._service_names = tuple(service_names)
@@ -134,10 +144,26 @@ class Server:
             logger.warning("%s %s", self.address, "goes on" if is_alive else "hangs")
             await self._report_alive(is_alive)
 
+    async def close(self) -> None:
+        """Take no more connections and calls; returns when the last call has ended, health and reflection apart.
+
+        Clients are told (GOAWAY): their next call makes another connection, to whoever listens there then. The health
+        port stays open.
+
+        NOTE: a call that arrives in this very moment is dropped by gRPC as CANCELLED, before anything was begun for it:
+        `specpipe.client` asks again.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self.grpc_server.stop(FOREVER_S), name="close")
+        await asyncio.wait([self._closing], timeout=HAND_OVER_S)
+        await self._running.ended()
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, let running ones end for `grace_s`, then cancel them."""
         await self._report(False)
         await self.grpc_server.stop(grace_s)
+        if self._closing is not None:
+            await self._closing
         if self._health_server is not None:
             await self._health_server.stop(None)
 
@@ -169,14 +195,17 @@ def create_server(
     a port cannot be had, or a certificate is not there or not right.
     """
     limits = [] if max_concurrent_calls is None else [CallLimitInterceptor(max_concurrent_calls, service_names)]
-    measuring = [] if metrics is None else [MeasuringInterceptor(metrics)]  # first: it sees how a call really ends
-    grpc_server = grpc.aio.server(interceptors=[*measuring, ErrorInterceptor(), *limits], options=server_options())
+    measuring = [] if metrics is None else [MeasuringInterceptor(metrics)]  # before errors: it sees how a call ends
+    running = RunningCallsInterceptor(service_names)
+    interceptors = [running, *measuring, ErrorInterceptor(), *limits]
+    grpc_server = grpc.aio.server(interceptors=interceptors, options=server_options())
     port = _take_port(grpc_server, config.host, config.port, config.tls)
     health_server = None if config.health_port is None else grpc.aio.server(options=server_options())
     if health_server is not None:
         health_port = _take_port(health_server, config.host, config.health_port or 0)
         logger.info("health on %s", join_address(config.host, health_port))
-    return Server(grpc_server, join_address(config.host, port), service_names, health_server)
+    address = join_address(config.host, port)
+    return Server(grpc_server, address, service_names, running=running, health_server=health_server)
 
 
 def _take_port(grpc_server: grpc.aio.Server, host: str, port: int, tls: TlsConfig = NO_TLS) -> int:
@@ -242,16 +271,7 @@ async def status_errors() -> AsyncIterator[None]:
         raise error_from_status(error) from error
 
 
-if TYPE_CHECKING:
-    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
-else:
-    _Interceptor = grpc.aio.ServerInterceptor
-
-Handler = Callable[..., Any]
-Wrapper = Callable[[Handler], Handler]
-
-
-class ErrorInterceptor(_Interceptor):
+class ErrorInterceptor(Interceptor):
     """Turns what a handler raises into one terminal status.
 
     SpecpipeError: its code and message. Anything else: INTERNAL, logged here once, its text not given away.
@@ -265,7 +285,7 @@ class ErrorInterceptor(_Interceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        return _wrapped(handler, functools.partial(_mapping_errors, str(handler_call_details.method)), _or_malformed)
+        return wrapped(handler, functools.partial(_mapping_errors, str(handler_call_details.method)), _or_malformed)
 
 
 def _or_malformed(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -313,74 +333,3 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
         await context.abort(status_of(cause.code), details_of(cause), OF_SPECPIPE)
     logger.error("%s failed", method, exc_info=cause)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details", OF_SPECPIPE)
-
-
-class CallLimitInterceptor(_Interceptor):
-    """Counts running calls of some services and refuses more than a number of them, without waiting."""
-
-    def __init__(self, max_calls: int, service_names: Sequence[str]) -> None:
-        self._max_calls = max_calls
-        self._prefixes = tuple(f"/{name}/" for name in service_names)
-        self.num_calls = 0
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
-        is_limited = str(handler_call_details.method).startswith(self._prefixes)
-        return _wrapped(handler, self._limiting) if is_limited else handler
-
-    def _limiting(self, handler: Handler) -> Handler:
-        async def answer(request: Any, context: Any) -> Any:
-            self._enter()
-            try:
-                return await handler(request, context)
-            finally:
-                self.num_calls -= 1
-
-        async def stream(request: Any, context: Any) -> Any:
-            self._enter()
-            try:
-                async with aclosing(handler(request, context)) as responses:
-                    async for response in responses:
-                        yield response
-            finally:
-                self.num_calls -= 1
-
-        return stream if inspect.isasyncgenfunction(handler) else answer
-
-    def _enter(self) -> None:
-        if self.num_calls >= self._max_calls:
-            raise CapacityError(f"{self._max_calls} calls are running, which is the limit; try again later")
-        self.num_calls += 1
-
-
-_KINDS: dict[tuple[bool, bool], tuple[str, Callable[..., grpc.RpcMethodHandler[Any, Any]]]] = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
-
-
-def _wrapped(handler: Any, wrap: Wrapper, wrap_deserializer: Wrapper | None = None) -> Any:
-    """The same RPC with its function wrapped, and the deserializer of a single request.
-
-    None (an unknown method) and synchronous handlers stay as they are.
-    """
-    if handler is None:
-        return None
-    name, create = _KINDS[handler.request_streaming, handler.response_streaming]
-    function = getattr(handler, name)
-    if not (inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)):
-        return handler
-    deserialize = handler.request_deserializer
-    if wrap_deserializer is not None and deserialize is not None and not handler.request_streaming:
-        deserialize = wrap_deserializer(deserialize)
-    return create(
-        wrap(function),
-        request_deserializer=deserialize,
-        response_serializer=handler.response_serializer,
-    )

@@ -77,6 +77,8 @@ class ProcessHealth:
         while True:
             began_s = time.monotonic()
             is_serving, is_alive = await asyncio.gather(client.is_well(""), client.is_well(LIVENESS))
+            if is_alive is None and self._has_answered and await self._has_closed():
+                is_serving, is_alive = False, True
             self._has_answered |= is_serving is not None
             self._note(is_serving)
             await asyncio.sleep(self._patience.every_s)
@@ -85,6 +87,19 @@ class ProcessHealth:
             if bad_s >= self._patience.hung_s:
                 shown = "it has not answered" if is_alive is None else "it has said that it hangs"
                 return f"{shown} for {bad_s:.0f} s"
+
+    async def _has_closed(self) -> bool:
+        """Whether nothing listens there: it was told to end, and its last answers go on. What hangs still listens."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            async with asyncio.timeout(self._patience.answer_s):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        writer.transport.abort()
+        return False
 
     def _note(self, is_serving: bool | None) -> None:
         if not self._has_answered:

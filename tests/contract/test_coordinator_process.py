@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from coordinator_process import running_coordinator, workers
+from tcp_relay import is_listening
 from waiting import wait_until
 
 from specpipe.answers import ChatMessage
@@ -35,7 +36,8 @@ async def test_a_running_coordinator_has_no_torch() -> None:
         assert "Traceback" not in running.log
 
 
-async def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
+async def test_sigterm_lets_answers_end_and_closes_the_port_to_new_ones() -> None:
+    """Their client makes another connection, which leads to another coordinator where there is one."""
     target, draft = workers()
     async with running_coordinator(target, draft) as running:
         await wait_until(lambda: running.is_ready, timeout_s=60)
@@ -45,8 +47,8 @@ async def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
             first = asyncio.ensure_future(anext(events))
             await wait_until(lambda: (target.thread.num_pending(1) == 0 and target.num_sessions == 1) or first.done())
             running.process.send_signal(signal.SIGTERM)
-            await wait_until(lambda: "not serving" in running.log)
-            with pytest.raises(WorkerUnavailableError, match="stopping"):
+            await wait_until(lambda: not is_listening(running.address))
+            with pytest.raises(WorkerUnavailableError, match="nothing listens there"):
                 await client.answer(GenerateRequest(prompt=(5, 6)), timeout_s=10)
             target.gate.set()
             answer = Answer()
@@ -58,9 +60,13 @@ async def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
         assert await running.end() == 0
 
 
-async def test_an_answer_longer_than_the_grace_ends_with_an_error_and_exit_code_zero() -> None:
+@pytest.mark.parametrize(("grace_s", "num_signals"), [(0.3, 1), (0.0, 1), (60.0, 2)])
+async def test_an_answer_longer_than_the_grace_ends_with_an_error_and_exit_code_zero(
+    grace_s: float, num_signals: int
+) -> None:
+    """No grace at all, and a second signal, end it as soon."""
     target, draft = workers()
-    async with running_coordinator(target, draft, grace_s=0.3) as running:
+    async with running_coordinator(target, draft, grace_s=grace_s) as running:
         await wait_until(lambda: running.is_ready, timeout_s=60)
         async with GenerateClient(running.address) as client:
             target.gate.clear()
@@ -68,9 +74,13 @@ async def test_an_answer_longer_than_the_grace_ends_with_an_error_and_exit_code_
             await wait_until(lambda: target.thread.heartbeat().num_sessions == 1 or "request" in running.log)
             await asyncio.sleep(0)
             running.process.send_signal(signal.SIGTERM)
-            with pytest.raises(WorkerUnavailableError):
+            if num_signals > 1:
+                await wait_until(lambda: "not serving" in running.log)
+                running.process.send_signal(signal.SIGTERM)
+            with pytest.raises(WorkerUnavailableError, match="the service is stopping"):
                 await answering
         assert await running.end() == 0
+        assert "Traceback" not in running.log
         target.gate.set()
 
 

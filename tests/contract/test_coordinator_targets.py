@@ -116,6 +116,19 @@ async def test_a_target_that_hangs_with_nowhere_to_go_ends_its_answers_in_time()
         assert reading.answer.finished is None
 
 
+async def test_what_waits_in_the_queue_ends_as_soon_when_a_target_hangs_with_nowhere_to_go() -> None:
+    """Not in waves, each as large as the number of requests that are answered at once."""
+    async with cluster(max_sessions=1) as service:
+        readings = [Reading(service, ask(mode=Mode.OFF)) for _ in range(4)]
+        await wait_until(lambda: (service.coordinator.num_running, service.coordinator.num_waiting) == (1, 3))
+        service.targets[0].freeze()
+        frozen_at = time.monotonic()
+        for reading in readings:
+            with pytest.raises(WorkerUnavailableError, match="no target worker took the request"):
+                await asyncio.wait_for(reading.task, 30)
+        assert time.monotonic() - frozen_at < FAST.max_target_wait_s + 1.5
+
+
 async def test_a_worker_that_hangs_in_a_step_gets_no_sessions_when_it_is_dialled_again() -> None:
     impatient = replace(FAST, max_target_step_s=0.5)
     targets = [Worker("target", target_model()), Worker("target", target_model())]

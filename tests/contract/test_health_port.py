@@ -55,6 +55,21 @@ async def test_the_health_port_tells_the_same_and_serves_nothing_else() -> None:
         await server.stop()
 
 
+async def test_the_health_port_answers_while_a_server_closes() -> None:
+    port = free_port()
+    server = create_server(ServerConfig(health_port=port), [])
+    await server.start()
+    try:
+        await server.close()
+        assert not await is_well(f"127.0.0.1:{port}")
+        assert await is_well(f"127.0.0.1:{port}", LIVENESS)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await is_well(server.address)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop()
+
+
 async def test_a_taken_health_port_is_told() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

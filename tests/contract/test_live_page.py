@@ -315,6 +315,23 @@ async def test_an_answer_that_breaks_off_says_why_and_is_not_finished() -> None:
         assert "finished" not in [name for name, _ in told]
 
 
+async def test_while_the_service_drains_the_page_finishes_its_answer_and_asks_in_vain() -> None:
+    async with cluster(http_port=0) as running, client(running.app.http_address) as web:
+        running.targets[0].gated.delay_s = 0.01
+        async with asking(web, **LONG) as asked:
+            await asked.next("chunk")
+            running.targets[0].gate.clear()
+            draining = asyncio.create_task(running.app.drain())
+            await wait_until(lambda: not running.app.server.is_serving)
+            refused = await web.post("/ui/api/generate", json=SHORT)
+            assert (refused.status_code, message_of(refused)) == (503, "the service is stopping")
+            state = (await web.get("/ui/api/state")).json()
+            assert (state["is_ready"], state["is_stopping"]) == (False, True)
+            running.targets[0].gate.set()
+            assert [name async for name, _ in asked][-1] == "finished"
+        await asyncio.wait_for(draining, 20)
+
+
 async def test_a_stop_ends_answers_and_watchers_and_frees_the_port() -> None:
     async with AsyncExitStack() as browser:
         async with cluster(http_port=0) as running:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tcp_relay import TcpRelay, is_listening
 
 from specpipe import server as server_module
 from specpipe.config import ServerConfig
@@ -194,6 +195,50 @@ async def test_a_call_that_a_stopping_server_cancels_finds_it_unavailable():
         await rig.server.stop(0.0)
         with pytest.raises(WorkerUnavailableError, match="it is stopping"):
             await call
+
+
+async def test_a_server_that_closes_ends_its_calls_and_sends_the_next_to_whoever_listens_then():
+    """A watcher of its health hears of it, and holds up nothing."""
+    async with Rig() as leaving, Rig() as successor, TcpRelay(port_of(leaving)) as relay:
+        await leaving.server.set_serving(True)
+        leaving.service.gate.clear()
+        async with create_channel(relay.address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            stream = channel.unary_stream(f"/{SERVICE}/Stream")(b"x", timeout=20)
+            assert await stream.read() == b"1"
+            relay.target_port = port_of(successor)
+            await leaving.server.set_serving(False)
+            closing = asyncio.create_task(leaving.server.close())
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            await until(lambda: not is_listening(leaving.server.address))
+            for _ in range(3):
+                assert await channel.unary_unary(f"/{SERVICE}/Unary")(b"y", timeout=20) == b"y"
+            assert (leaving.service.most_running, successor.service.most_running) == (0, 1)
+            assert relay.num_connections == 2
+            assert not closing.done()
+            leaving.service.gate.set()
+            assert [await stream.read(), await stream.read()] == [b"2", grpc.aio.EOF]
+            await asyncio.wait_for(closing, 20)
+            assert not watch.done()
+            watch.cancel()
+
+
+async def test_a_server_that_is_stopped_while_it_closes_cancels_what_still_runs():
+    async with Rig() as rig:
+        rig.service.gate.clear()
+        call = asyncio.create_task(rig.unary())
+        await until(lambda: rig.service.num_running == 1)
+        closing = asyncio.create_task(rig.server.close())
+        await until(lambda: not is_listening(rig.server.address))
+        await rig.server.stop(0.0)
+        with pytest.raises(WorkerUnavailableError, match="it is stopping"):
+            await call
+        await asyncio.wait_for(closing, 20)
+
+
+def port_of(rig):
+    return int(rig.server.address.rpartition(":")[2])
 
 
 @pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x0a\x02\xff\xfe"])  # no protobuf; a string that is no UTF-8

@@ -7,11 +7,12 @@ larger. One service start, and one coordinator beside it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import operator
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ import pytest
 import torch
 from oracle import Oracle, Sampling
 from running import RunningService, running_part, running_service
+from tcp_relay import TcpRelay
 from tiny_models import VOCAB_SIZE, TinyPair, make_llama, make_tokenizer
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
@@ -66,12 +68,17 @@ def many(tiny_pair: TinyPair, log_folder: Path, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="module")
 def second_coordinator(many: RunningService, tiny_pair: TinyPair, log_folder: Path) -> Iterator[str]:
     """Another coordinator of the same workers."""
-    flags = ["--tokenizer", str(tiny_pair.target)]
+    flags = coordinator_flags(many, tiny_pair)
+    with running_part(log_folder / "second_coordinator.log", "coordinator", *flags) as address:
+        yield address
+
+
+def coordinator_flags(many: RunningService, pair: TinyPair) -> list[str]:
+    flags = ["--tokenizer", str(pair.target)]
     for role, flag in (("target-worker", "--target"), ("draft-worker", "--draft")):
         for _, address in many.workers(role):
             flags += [flag, address]
-    with running_part(log_folder / "second_coordinator.log", "coordinator", *flags) as address:
-        yield address
+    return flags
 
 
 @pytest.fixture
@@ -249,6 +256,63 @@ async def test_a_rolling_restart_of_every_worker_ends_no_answer(
         await stream.answers_more()
     answers = await stream.end()
     assert len(answers) >= 2 * len(workers) * len(clients)
+    for prompt, answer in answers:
+        assert answer.finished is not None
+        assert oracle.check(oracle.encode(prompt), answer.token_ids, Sampling()) == 0
+    await wait_until(lambda: is_idle(many))
+
+
+class CoordinatorPart:
+    """A coordinator as a process of its own, one after the other on one port."""
+
+    def __init__(self, log_folder: Path, name: str, flags: list[str]) -> None:
+        self.address = "127.0.0.1:0"
+        self._logs = (log_folder / f"{name}_{number}.log" for number in itertools.count())
+        self._flags = flags
+        self._running = ExitStack()
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    def start(self) -> None:
+        """Returns when it is ready."""
+        flags = ("coordinator", "--port", str(self.port), *self._flags)
+        self.address = self._running.enter_context(running_part(next(self._logs), *flags))
+
+    def end(self) -> None:
+        """By SIGTERM. Returns when its last answer is complete, and it is gone."""
+        self._running.close()
+
+
+@pytest.mark.slow  # make test has the kind in tests/contract/test_coordinator_drain.py
+@pytest.mark.timeout(600)
+async def test_a_rolling_restart_of_every_coordinator_ends_no_answer(
+    many: RunningService, tiny_pair: TinyPair, oracle: Oracle, log_folder: Path
+) -> None:
+    """Whether clients know both addresses, or one behind which new connections lead to a coordinator that stays."""
+    flags = coordinator_flags(many, tiny_pair)
+    parts = [CoordinatorPart(log_folder, f"rolling_coordinator_{name}", flags) for name in "ab"]
+    async with AsyncExitStack() as stack:
+        for part in parts:
+            stack.callback(part.end)
+            await asyncio.to_thread(part.start)
+        relay = await stack.enter_async_context(TcpRelay(parts[0].port))
+        known = [part.address for part in parts]
+        clients = [
+            await stack.enter_async_context(GenerateClient(addresses))
+            for addresses in (known, known[::-1], relay.address)
+        ]
+        stream = RequestStream(clients)
+        await stream.answers_more()
+        for part, other in (parts, parts[::-1]):
+            relay.target_port = other.port
+            await asyncio.to_thread(part.end)
+            await stream.answers_more()
+            await asyncio.to_thread(part.start)
+            await stream.answers_more()
+        answers = await stream.end()
+        assert relay.num_connections == 3
     for prompt, answer in answers:
         assert answer.finished is not None
         assert oracle.check(oracle.encode(prompt), answer.token_ids, Sampling()) == 0

@@ -76,24 +76,27 @@ async def test_what_says_that_it_hangs_is_past_waiting_for_after_a_while() -> No
 
 async def test_what_does_not_answer_is_silent_and_then_past_waiting_for() -> None:
     patience = HealthPatience(every_s=0.01, answer_s=0.2, hung_s=1.0)
-    async with served() as server, TcpRelay(int(server.address.rpartition(":")[2])) as relay:
-        async with watched(relay.address, patience) as (health, hangs):
-            await server.set_serving(False)
-            await health.differs_from(Health.SERVING)  # it has answered
-            relay.block()
-            assert await health.differs_from(Health.NOT_SERVING) is Health.SILENT
-            assert (await hangs).startswith("it has not answered for")
+    async with (
+        served() as server,
+        TcpRelay(int(server.address.rpartition(":")[2])) as relay,
+        watched(relay.address, patience) as (health, hangs),
+    ):
+        await server.set_serving(False)
+        await health.differs_from(Health.SERVING)  # it has answered
+        relay.block()
+        assert await health.differs_from(Health.NOT_SERVING) is Health.SILENT
+        assert (await hangs).startswith("it has not answered for")
 
 
 async def test_what_has_closed_its_port_is_about_to_end_and_does_not_hang() -> None:
     """A coordinator does so as soon as it is told to end, and its answers go on for the grace."""
     async with served() as server, watched(server.address) as (health, hangs):
-        await server.set_alive(False)
-        await server.set_alive(True)
+        await server.set_serving(False)
+        await health.differs_from(Health.SERVING)  # it has answered
         await server.close()
-        assert await health.differs_from(Health.SERVING) is Health.NOT_SERVING
         await asyncio.wait([hangs], timeout=5 * QUICK.hung_s)
         assert not hangs.done()
+        assert health.now is Health.NOT_SERVING
 
 
 async def test_what_has_never_answered_is_not_judged() -> None:

@@ -178,9 +178,9 @@ class World:
     def lose_session(self, session: int, stalled_ms: float = 0.0, *, was_draining: bool = False) -> None:
         self.do(Lost(self.sessions.pop(session), session, "it died", stalled_ms, was_draining))
 
-    def tick(self, ms: float = 300.0) -> None:
+    def tick(self, ms: float = 300.0, *, unready_ms: float | None = None) -> None:
         self.now_ms += ms
-        self.do(Tick())
+        self.do(Tick(unready_ms))
 
     @property
     def tokens(self) -> list[int]:

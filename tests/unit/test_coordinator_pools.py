@@ -74,6 +74,25 @@ def test_a_worker_that_says_it_drains_gets_nothing_whatever_it_has_refused() -> 
     assert not pool.is_ready
 
 
+def test_for_how_long_no_worker_has_been_ready_counts_from_the_last_sign_of_life() -> None:
+    pool = Pool(Kind.TARGET)
+    assert pool.unready_ms(1000.0) == 0
+    assert pool.unready_ms(1500.0) == 500
+    silent, other = connection(1), connection(2)
+    pool.add(silent)
+    pool.add(other)
+    assert pool.unready_ms(2000.0) is None
+    other.link.heartbeat = Heartbeat(is_draining=True)
+    other.silent_s = 3.5
+    silent.is_suspect, silent.silent_s = True, 3.0
+    assert pool.unready_ms(9000.0) == 3000
+    pool.remove(silent)
+    pool.remove(other)
+    assert pool.unready_ms(9500.0) == 3500
+    pool.add(connection(3))
+    assert pool.unready_ms(9600.0) is None
+
+
 def test_why_what_a_worker_has_is_better_off_elsewhere() -> None:
     made = connection(1, is_leaving=True)
     assert made.cause_to_leave is Cause.LEAVES

@@ -198,6 +198,39 @@ def test_without_a_target_in_time_the_request_fails_as_unavailable() -> None:
     assert world.machine.phase is Phase.FAILED
 
 
+def test_a_request_in_the_queue_waits_no_longer_than_others_where_no_target_is_ready() -> None:
+    world = World(a_machine(a_request(received_ms=0.0), max_target_wait_ms=1000.0))
+    world.tick(60_000)  # its turn will come
+    world.tick(10, unready_ms=10)
+    world.tick(900, unready_ms=910)
+    world.tick(200)  # one was back, if only for a moment
+    world.tick(10, unready_ms=5)
+    world.tick(990, unready_ms=995)
+    assert world.error is None
+    world.tick(5, unready_ms=1000)
+    assert isinstance(world.error, WorkerUnavailableError)
+    assert "within 1.0 s: no target worker is ready" in str(world.error)
+    assert world.machine.phase is Phase.FAILED
+
+
+def test_the_wait_begins_with_the_request_however_long_no_target_has_been_ready() -> None:
+    world = World(a_machine(a_request(received_ms=5000.0), max_target_wait_ms=1000.0), now_ms=5000.0)
+    world.tick(999, unready_ms=60_000)
+    assert world.error is None
+    world.tick(1, unready_ms=60_001)
+    assert isinstance(world.error, WorkerUnavailableError)
+
+
+def test_the_wait_in_the_queue_counts_when_its_turn_comes() -> None:
+    world = World(a_machine(a_request(received_ms=0.0), max_target_wait_ms=1000.0))
+    world.has[Kind.TARGET] = False
+    world.tick(900, unready_ms=900)
+    world.do(Admitted())
+    assert world.error is None
+    world.tick(100, unready_ms=1000)
+    assert isinstance(world.error, WorkerUnavailableError)
+
+
 def test_the_time_in_which_a_lost_target_did_nothing_counts_as_waiting() -> None:
     world = started(max_target_wait_ms=8500.0)
     target = world.session(Kind.TARGET)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
 from typing import Self
 
 
@@ -13,12 +14,14 @@ class TcpRelay:
 
     def __init__(self, port: int, *, max_delay_s: float = 0.0, seed: int = 0) -> None:
         self.max_delay_s = max_delay_s  # each piece of a stream waits up to this long; pieces keep their order
-        self._target_port = port
+        self.target_port = port  # where connections lead that are made from now on
         self._random = random.Random(seed)
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+
+        self.num_connections = 0  # that were ever made
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -53,11 +56,12 @@ class TcpRelay:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        self.num_connections += 1
         self._tasks.add(task)
         self._writers.add(writer)
         try:
             await self._is_open.wait()
-            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
             self._writers.add(there_writer)
             try:
                 await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
@@ -82,3 +86,10 @@ class TcpRelay:
             await writer.drain()
         with contextlib.suppress(OSError):
             writer.write_eof()
+
+
+def is_listening(address: str) -> bool:
+    """Whether connections to HOST:PORT are accepted."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as trial:
+        return trial.connect_ex((host, int(port))) == 0
