@@ -144,7 +144,6 @@ class WorkerLinks:
     def watch(self, connection: Connection, passed_s: float) -> None:
         """Time has passed in which the coordinator itself was at work: count the silence."""
         connection.silent_s += passed_s
-        connection.count_others()
         step_s = connection.link.heartbeat.step_running_ms / 1000
         hangs = step_s > self._settings.suspect_step_s(connection.kind)
         connection.is_suspect = hangs or connection.silent_s > self._settings.suspect_after_s
@@ -247,7 +246,7 @@ class WorkerLinks:
         logger.info("%s worker %s is connected", kind.value, address)
         reason = "the coordinator stops"
         try:
-            self._owner.hear(connection, first)
+            self._hear(connection, first)
             await self._read_link(connection, link)
         except SpecpipeError as error:
             reason = str(error)
@@ -297,11 +296,16 @@ class WorkerLinks:
                     if link.num_holes != num_holes:
                         num_holes = link.num_holes
                         self._owner.ask_for_missing(connection)
-                    self._owner.hear(connection, batch)
+                    self._hear(connection, batch)
         except TimeoutError:
             raise WorkerUnavailableError(f"it has said nothing for {connection.silent_s:.1f} s") from None
         finally:
             del self._patience[connection.number]
+
+    def _hear(self, connection: Connection, batch: Batch) -> None:
+        if batch.heartbeat is not None:
+            connection.count_others(batch.heartbeat)
+        self._owner.hear(connection, batch)
 
     def _check_step(self, kind: Kind, link: WorkerLink) -> None:
         running_s = link.heartbeat.step_running_ms / 1000

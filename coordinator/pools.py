@@ -58,7 +58,6 @@ class Connection:
     sessions: set[int] = field(default_factory=set)  # opened and not yet Closed
     closing_since_ms: dict[int, float] = field(default_factory=dict)  # of those: Close was sent
     num_others: int = 0  # sessions that it holds for other coordinators, by its last heartbeat
-    _heard: Heartbeat | None = None
     silent_s: float = 0.0  # since it was heard last
     is_suspect: bool = False  # silent, or hangs in a step: gets no new sessions
     is_leaving: bool = False  # its name does not stand for it any more: gets no new sessions
@@ -67,13 +66,15 @@ class Connection:
     @property
     def has_room(self) -> bool:
         max_sessions = self.link.hello.max_sessions
-        return not max_sessions or len(self.sessions) < max_sessions
+        return not max_sessions or len(self.sessions) + self.num_others < max_sessions
 
-    def count_others(self) -> None:
-        """Asked soon after each heartbeat: what is opened later is not in it."""
-        heartbeat = self.link.heartbeat
-        if heartbeat is not self._heard:
-            self._heard, self.num_others = heartbeat, max(0, heartbeat.num_sessions - len(self.sessions))
+    def count_others(self, heartbeat: Heartbeat) -> None:
+        """By the sessions that are ours as the heartbeat comes, before any that are Closed by what comes with it.
+
+        It may lack some of them, opened just now or closed there: then too few others are counted until the next one.
+        That costs a refusal; one too many would be room that nobody takes.
+        """
+        self.num_others = max(0, heartbeat.num_sessions - len(self.sessions))
 
     @property
     def candidate(self) -> Candidate:

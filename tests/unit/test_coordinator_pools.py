@@ -50,18 +50,35 @@ def test_the_least_loaded_worker_with_room_takes_the_session() -> None:
 
 
 def test_sessions_of_other_coordinators_are_load_too() -> None:
-    busy, idle = connection(1, 1), connection(2, 2)
-    busy.link.heartbeat = Heartbeat(num_sessions=4)
+    busy, idle = connection(1, 1, max_sessions=20), connection(2, 2, max_sessions=20)
     assert placed(busy, idle) == 1
-    for made in (busy, idle):
-        made.count_others()
+    busy.count_others(Heartbeat(num_sessions=4))
+    idle.count_others(Heartbeat(num_sessions=2))
     assert placed(busy, idle) == 2
     busy.sessions.update(range(10, 15))  # opened since: no heartbeat has counted them
-    busy.count_others()
     assert busy.candidate.num_sessions == 9
-    busy.link.heartbeat = Heartbeat(num_sessions=5)  # one of ours has not arrived there yet
-    busy.count_others()
+    busy.count_others(Heartbeat(num_sessions=5))  # one of ours has not arrived there yet
     assert busy.candidate.num_sessions == 6
+
+
+def test_a_worker_that_is_full_of_sessions_of_others_has_no_room_until_its_next_heartbeat_says_so() -> None:
+    pool, made = Pool(Kind.TARGET), connection(1, 1)
+    pool.add(made)
+    made.count_others(Heartbeat(num_sessions=3))
+    assert made.has_room
+    made.count_others(Heartbeat(num_sessions=4))
+    assert not made.has_room
+    assert not pool.can_place(1000.0)
+    assert pool.is_ready, "requests wait for room as long as it takes"
+    made.forget(0)
+    assert made.has_room, "ours are not counted twice"
+    made.count_others(Heartbeat(num_sessions=4))
+    assert not made.has_room
+    made.count_others(Heartbeat())
+    assert made.has_room
+    unbounded = connection(2, 9, max_sessions=0)
+    unbounded.count_others(Heartbeat(num_sessions=900))
+    assert unbounded.has_room
 
 
 def test_a_worker_that_says_it_drains_gets_nothing_whatever_it_has_refused() -> None:
