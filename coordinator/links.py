@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -228,7 +229,7 @@ class WorkerLinks:
     async def _pause(self, kind: Kind, address: str, backoff: Backoff) -> None:
         """Until the address is worth dialling again."""
         for _ in range(TWIN_PAUSES):
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(spread(backoff.next_s()))
             if not self._has_twin(kind, address):
                 return
 
@@ -311,6 +312,12 @@ class WorkerLinks:
         running_s = link.heartbeat.step_running_ms / 1000
         if running_s > self._settings.max_step_s(kind):
             raise WorkerUnavailableError(f"its step has run for {running_s:.0f} s")
+
+
+def spread(wait_s: float) -> float:
+    """Up to half of it less, so that not all coordinators dial a worker at the same moment that they lost at the same
+    moment. Never more: requests wait for a target worker that is back."""
+    return random.uniform(wait_s / 2, wait_s)
 
 
 def name_worker(kind: Kind, address: str, problem: str) -> str:

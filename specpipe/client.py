@@ -21,7 +21,7 @@ from specpipe.answers import AnswerEvent, ChatMessage, Chunk, Finished, Prompt, 
 from specpipe.codec_trace import trace_from_pb
 from specpipe.config import MAX_SPECULATIVE_TOKENS, TlsConfig
 from specpipe.errors import ErrorCode, InvalidRequestError, SpecpipeError, TraceNotFoundError, WorkerUnavailableError
-from specpipe.resume import ResumedAnswer
+from specpipe.resume import ResumedAnswer, spread
 from specpipe.rpc.v1 import common_pb2, generate_pb2, generate_pb2_grpc, trace_pb2, trace_pb2_grpc
 from specpipe.server import create_channel
 from specpipe.spans import KeptTrace
@@ -175,7 +175,7 @@ class GenerateClient:
             finally:
                 call.cancel()
             self._current = tries.index
-            await asyncio.sleep(min(pause_s, max(0.0, give_up_s - loop.time())))
+            await asyncio.sleep(min(spread(pause_s), max(0.0, give_up_s - loop.time())))
 
     async def answer(
         self, request: GenerateRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S, traceparent: str = ""

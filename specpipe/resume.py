@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import random
 from typing import Final
 
 from specpipe.answers import AnswerEvent, Chunk, Finished, Started
@@ -16,6 +17,8 @@ ROUNDS: Final = 4
 """Times that every place is tried, one after the other, before a failure is final."""
 PAUSE_S: Final = 0.5
 """Before the second round; before each later one twice as long."""
+SPREAD_S: Final = 0.1
+"""Within which those ask the next place whose place was lost at the same moment."""
 
 
 class ResumedAnswer:
@@ -125,6 +128,12 @@ class Patience:
         if num_rounds == ROUNDS or self._num_places == 1:
             return None
         return 0.0 if num_in_round else PAUSE_S * 2 ** (num_rounds - 1)
+
+
+def spread(pause_s: float) -> float:
+    """A little more, and up to half of it: else all clients of a coordinator that is lost would ask the next one at the
+    same moment, round after round. Never less, for in that time one may come back."""
+    return pause_s + random.uniform(0.0, SPREAD_S + pause_s / 2)
 
 
 def _asked(started: Started) -> str:

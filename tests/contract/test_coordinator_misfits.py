@@ -21,6 +21,7 @@ from coordinator_cluster import (
 )
 from waiting import wait_until
 
+from coordinator import links
 from coordinator.events import Kind
 from coordinator.links import name_worker
 from coordinator.pools import Backoff
@@ -121,19 +122,33 @@ async def test_problems_that_come_by_turns_are_told_once_each_and_again_after_a_
         return sum(f"{problem}; it is dialled again" in record.getMessage() for record in caplog.records)
 
     async with cluster() as service:
-        (draft,), links = service.drafts, service.coordinator._links
-        work = links._connect
-        links._connect = connect
+        (draft,), dialling = service.drafts, service.coordinator._links
+        work = dialling._connect
+        dialling._connect = connect
         await draft.stop()
         await wait_until(lambda: len(tried) > 10, timeout_s=30)
         assert (times_told("the connection broke"), times_told("it is no specpipe service")) == (1, 1)
-        links._connect = work
+        dialling._connect = work
         await draft.start()
-        await wait_until(lambda: len(links.pools[DRAFT]) == 1, timeout_s=30)
-        links._connect = connect
+        await wait_until(lambda: len(dialling.pools[DRAFT]) == 1, timeout_s=30)
+        dialling._connect = connect
         await draft.stop()
         await wait_until(lambda: len(tried) > 20, timeout_s=30)
     assert times_told("the connection broke") == 2
+
+
+async def test_coordinators_that_lost_a_worker_at_the_same_moment_dial_it_at_different_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dialled = {links.spread(4.0) for _ in range(10)}
+    assert len(dialled) > 1
+    assert min(dialled) >= 2.0
+    assert max(dialled) <= 4.0
+    waits: list[float] = []
+    monkeypatch.setattr(links, "spread", lambda wait_s: waits.append(wait_s) or 0.0)
+    async with create_app(DEMO).running():
+        await wait_until(lambda: len(waits) > 3)
+    assert waits[:4] == [1, 2, 4, 4]
 
 
 async def test_a_service_that_starts_says_what_it_waits_for() -> None:

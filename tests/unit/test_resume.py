@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specpipe import client
 from specpipe.answers import AnswerEvent, Chunk, Finished, SpeculationStats, Started, Timing
-from specpipe.errors import InvariantError, ModelMismatchError
-from specpipe.resume import PAUSE_S, ROUNDS, Patience, ResumedAnswer
+from specpipe.errors import InvariantError, ModelMismatchError, WorkerUnavailableError
+from specpipe.resume import PAUSE_S, ROUNDS, SPREAD_S, Patience, ResumedAnswer, spread
 from specpipe.types import FinishReason, Mode, Origin, Rule
 
 STARTED = Started(request_id="r", model="m", prompt_tokens=3, seed=7, rule=Rule.COUPLED)
@@ -132,3 +133,20 @@ def test_progress_begins_the_count_anew() -> None:
     for _ in range(10 * ROUNDS):
         assert patience.pause_s() == 0.0
         patience.progress()
+
+
+@given(pause_s=st.floats(0.0, 10.0))
+def test_clients_of_one_place_ask_the_next_at_moments_of_their_own_and_not_sooner(pause_s: float) -> None:
+    pauses = {spread(pause_s) for _ in range(10)}
+    assert len(pauses) > 1
+    assert min(pauses) >= pause_s
+    assert max(pauses) <= 1.5 * pause_s + SPREAD_S
+
+
+async def test_a_client_spreads_its_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = []
+    monkeypatch.setattr(client, "spread", lambda pause_s: pauses.append(pause_s) or 0.0)
+    async with client.GenerateClient(["127.0.0.1:9", "127.0.0.1:9"]) as asking:
+        with pytest.raises(WorkerUnavailableError, match="no coordinator answers"):
+            await asking.answer(client.GenerateRequest(prompt="x"), timeout_s=30)
+    assert pauses == [0.0, PAUSE_S, 0.0, 2 * PAUSE_S, 0.0, 4 * PAUSE_S, 0.0]
