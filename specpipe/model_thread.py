@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from specpipe.errors import InvariantError, SpecpipeError
 from specpipe.link import Outbox, messages_of
@@ -25,6 +25,8 @@ from specpipe.reports import Report
 from specpipe.types import Close, Closed, Extension, Failed, Heartbeat, Open, SessionMessage
 
 logger = logging.getLogger(__name__)
+
+MAX_WAIT_S: Final = 3600.0  # a deadline that a peer names may lie beyond what a lock can wait for
 
 
 class StepLoop(Protocol):
@@ -48,8 +50,8 @@ class StepLoop(Protocol):
     def run_once(self) -> float | None:
         """Run one step if there is work.
 
-        Returns seconds to wait for messages before the next call: 0.0 for none, None until a message comes. An
-        exception that escapes ends the process.
+        Returns seconds to wait for messages before the next call: 0.0 for none, None until a message comes. It may be
+        called sooner, after `MAX_WAIT_S`. An exception that escapes ends the process.
         """
         ...
 
@@ -215,7 +217,8 @@ class ModelThread:
         """The links with mail, after waiting for some if there is none; None: stop."""
         with self._condition:
             if wait_s != 0.0:
-                self._condition.wait_for(lambda: self._mail or self._is_stopping, wait_s)
+                limit_s = None if wait_s is None else min(wait_s, MAX_WAIT_S)
+                self._condition.wait_for(lambda: self._mail or self._is_stopping, limit_s)
             mail = list(self._mail.items())
             self._mail.clear()
             return None if self._is_stopping else mail

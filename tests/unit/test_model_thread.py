@@ -194,6 +194,17 @@ async def test_zero_runs_again_at_once_and_seconds_wait_for_messages():
         await rig.until(lambda: rig.loop.log.count("step") == 6)
 
 
+@pytest.mark.parametrize("wait_s", [1e10, 1e300])
+async def test_a_wait_longer_than_a_lock_can_wait_is_ended_by_a_message_as_any_other(wait_s):
+    async with Rig() as rig:
+        await rig.until(lambda: rig.loop.log == ["step"])
+        rig.loop.waits = [wait_s]
+        rig.thread.post(rig.link, NeedTokens(session=1, have=2))
+        await rig.until(lambda: rig.loop.log.count("step") == 2)
+        rig.thread.post(rig.link, NeedTokens(session=1, have=3))
+        await rig.until(lambda: rig.loop.log.count("step") == 3)
+
+
 async def test_the_event_loop_is_woken_once_for_many_messages():
     async with Rig() as rig:
         await rig.until(lambda: rig.loop.log == ["step"])
