@@ -25,6 +25,7 @@ from draft_worker.growth import ChainTime, DraftStep, GrowthRules
 from draft_worker.lookups import Lookups, is_lookup
 from draft_worker.recording import DraftRecorder
 from specpipe.calibration import Calibrator
+from specpipe.config import DEFAULT_SYNC_K
 from specpipe.errors import InvariantError
 from specpipe.sampling.coupled import Chooser
 from specpipe.sampling.rejection import CONTEXT, Proposer
@@ -35,7 +36,6 @@ DRAFTER = "model"
 SAMPLING_DRAFTER = (
     "model/sampled"  # under the rejection rule confidences mean something else: they are calibrated apart
 )
-DEFAULT_CHAIN_LENGTH = 4  # K in sync mode when the request names none
 
 
 class DraftSession:
@@ -392,7 +392,7 @@ def _chain_length(opened: Open) -> int | None:
     """K in sync mode, None in others."""
     if opened.speculation.mode is not Mode.SYNC:
         return None
-    return opened.speculation.num_speculative_tokens or DEFAULT_CHAIN_LENGTH
+    return opened.speculation.num_speculative_tokens or DEFAULT_SYNC_K
 
 
 def _require(condition: bool, message: str) -> None:

@@ -288,11 +288,17 @@ class DraftLoop:
             self._note(holder, SessionEventKind.PREEMPTED)
 
     def _take_up_parked(self) -> None:
+        """Those that there is room for again go on, in order of arrival, from where others have computed their tokens.
+
+        NOTE: each is asked about as if it went on: one that is parked wants no slots and would always fit.
+        """
         for session in self._sessions.values():
             if session.is_parked:
                 session.is_parked = False
-                session.is_parked = not self._room.fits(session, self._sessions.values())
-                self._room.share(session)
+                if self._room.fits(session, self._sessions.values()):
+                    self._room.share(session)
+                else:
+                    session.is_parked = True
 
     def _run_step(self, plan: list[SessionWork]) -> None:
         new_slots = [self._room.allocate(work) for work in plan]

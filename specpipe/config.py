@@ -14,6 +14,7 @@ from specpipe.errors import ConfigError
 from specpipe.types import Mode, Rule
 
 MAX_SPECULATIVE_TOKENS: Final = 256  # K of a request at most
+DEFAULT_SYNC_K: Final = 4  # K in sync mode where nobody names one
 
 TraceLevel = Literal["off", "request", "round", "debug"]
 TRACE_LEVELS: Final[tuple[str, ...]] = get_args(TraceLevel)

@@ -1,6 +1,7 @@
 """Which rows the next target step has: drafted nodes worth verifying, and how much prompt beside them.
 
-Owns: the arithmetic of design 4.3. Must not know: clocks, sockets, slots, models. Everything comes in as values.
+Owns: that arithmetic; why the rejection rule chooses blindly is in docs/decisions/0007. Must not know: clocks, sockets,
+slots, models. Everything comes in as values.
 """
 
 from __future__ import annotations

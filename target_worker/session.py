@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpipe.calibration import Calibrator
+from specpipe.config import DEFAULT_SYNC_K
 from specpipe.errors import CapacityError, InvalidRequestError
 from specpipe.ngram import NgramDrafter
 from specpipe.sampling.coupled import Chooser
@@ -36,7 +37,6 @@ from target_worker.recording import RoundRecorder
 from target_worker.verification import Walk, first_child, has_verified_child, walk
 from target_worker.waiting import DraftWatch
 
-DEFAULT_SYNC_TOKENS = 4
 NGRAM_NODES = 32  # nodes proposed at once in pipelined mode
 
 
@@ -123,7 +123,7 @@ class Session:
         left = self.stops.max_length - len(self.tokens) - 1
         wanted = self.opened.speculation.num_speculative_tokens
         if wanted is None:
-            wanted = DEFAULT_SYNC_TOKENS if self.mode is Mode.SYNC else left
+            wanted = DEFAULT_SYNC_K if self.mode is Mode.SYNC else left
         return max(0, min(wanted, left))
 
     @property

@@ -1,7 +1,7 @@
 """Walking a verified tree: which tokens a step commits, and where the answer ends.
 
-Owns: the coupled rule's walk (design 4.1) and the token rules (4.4), as pure functions. Must not know: slots, messages,
-clocks. The target's choice comes in as a function, so that noise and logits stay elsewhere.
+Owns: the walk (docs/decisions/0002) and the token rules that end an answer, as pure functions. Must not know: slots,
+messages, clocks. The target's choice comes in as a function, so that noise and logits stay elsewhere.
 """
 
 from __future__ import annotations

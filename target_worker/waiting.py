@@ -1,7 +1,7 @@
 """Whether a session that has nothing drafted waits a moment for an extension, and for how long.
 
-Owns: what the target knows of how fast drafts come (design 4.3). Must not know: sessions' tokens, sockets, clocks:
-times come in as seconds of one clock.
+Owns: what the target knows of how fast drafts come. Must not know: sessions' tokens, sockets, clocks: times come in as
+seconds of one clock. Why it waits at all, and how a wait competes with going on: docs/decisions/0001 and 0011.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from draft_harness import continuation, open_message
 
 from coordinator.events import Cause, Kind
 from coordinator.requests import Request
-from draft_worker.session import DEFAULT_CHAIN_LENGTH
 from specpipe.answers import Finished, SpeculationStats
+from specpipe.config import DEFAULT_SYNC_K
 from specpipe.types import Mode, Origin
 
 PROMPT = (1, 2, 3, 4)
@@ -58,7 +58,7 @@ def test_workers_that_die_change_no_token_and_what_they_drafted_still_counts(
     )
     assert report.wasted_draft_ms < report.draft_ms, "some drafts were accepted"
     if mode is Mode.SYNC:  # each chain is verified but one that is under way when a worker dies
-        assert report.wasted_draft_ms <= len(kills) * DEFAULT_CHAIN_LENGTH * 1000 * COST_S[Kind.DRAFT] + 1e-6
+        assert report.wasted_draft_ms <= len(kills) * DEFAULT_SYNC_K * 1000 * COST_S[Kind.DRAFT] + 1e-6
 
 
 def num_misses(report: SpeculationStats) -> int:
