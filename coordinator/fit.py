@@ -90,6 +90,29 @@ class Fit:
         return ""
 
 
+def check_tokenizer(name: str, ours: Vocabulary, theirs: Vocabulary | None, target: ModelInfo) -> None:
+    """Raise ModelMismatchError if an id stands for one token in the coordinator's tokenizer and another for the target.
+
+    `theirs`: None if the target worker cannot tell. Called where fingerprints differ, which by itself is no fault: a
+    loaded tokenizer names a token that a file has twice but once, and either may have ids that the other lacks.
+    """
+    if theirs is None:
+        problem = (
+            f"fingerprint {ours.fingerprint} ({ours.size} ids), where the target has {target.tokenizer_fingerprint} "
+            f"({target.vocab_size} ids), and its worker cannot tell in what they differ"
+        )
+    else:
+        known = theirs.tokens
+        wrong = min((i for i, token in ours.tokens.items() if known.get(i, token) != token), default=None)
+        if wrong is None:
+            return
+        problem = f"id {wrong} is {ours.tokens[wrong]!r} in it and {known[wrong]!r} for the target"
+    raise ModelMismatchError(
+        f"the tokenizer of {name!r} does not fit the target model {target.name}: {problem}; name a folder with the "
+        "target's own with --tokenizer"
+    )
+
+
 def check_target(model: ModelInfo, reference: ModelInfo, address: str) -> None:
     """Raise ModelMismatchError unless sessions may move between this target and those of `reference`."""
     if model.fingerprint != reference.fingerprint:

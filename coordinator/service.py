@@ -6,18 +6,20 @@ Owns: the RPC, and the order in which the process starts and ends. Must not know
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from coordinator.answer_stream import AnswerStream
 from coordinator.codec import event_to_pb, question_from_pb
 from coordinator.driver import Coordinator
+from coordinator.events import Kind
+from coordinator.fit import check_tokenizer
 from coordinator.metrics import CoordinatorMetrics, RequestCount
 from coordinator.request_trace import RequestTrace
 from coordinator.requests import Question, Request
@@ -29,8 +31,8 @@ from coordinator.validation import ServiceFacts, check_prompt_bytes, check_quest
 from specpipe.answers import ChatMessage
 from specpipe.causes import one_cause
 from specpipe.config import CoordinatorConfig
-from specpipe.engine.vocabulary import read_vocabulary
-from specpipe.errors import ConfigError, ModelMismatchError, WorkerUnavailableError
+from specpipe.engine.vocabulary import Vocabulary
+from specpipe.errors import ConfigError, WorkerUnavailableError
 from specpipe.process import lifecycle, loading, serve_until_stopped
 from specpipe.rpc.v1 import generate_pb2, generate_pb2_grpc, trace_pb2_grpc
 from specpipe.server import Server, create_server
@@ -109,6 +111,7 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         if self._facts is None:
             raise WorkerUnavailableError(f"the service is still starting: {self._coordinator.awaited}")
         check_question(question, self._facts)
+        self._coordinator.check_room(question.request_id)
         started_ms = _now_ms()
         prompt = await self._tokenize(question, self._facts)
         request = create_request(question, prompt, self._facts, received_ms=received_ms, deadline_ms=deadline_ms)
@@ -127,13 +130,14 @@ class GenerateService(generate_pb2_grpc.GenerateServiceServicer):
         assert self._tokenization is not None
         prompt = question.prompt
         if isinstance(prompt, str):
-            return await self._thread.run(self._tokenization.encode, prompt)
+            return await self._thread.run(self._tokenization.encode_within, prompt, facts.model.max_context)
         messages = [part for part in prompt or () if isinstance(part, ChatMessage)]
         if messages:
             chat = [{"role": message.role, "content": message.content} for message in messages]
             rendered = await self._thread.run(self._tokenization.render_chat, chat)
             check_prompt_bytes(len(rendered.encode()), facts)
-            return await self._thread.run(self._tokenization.encode_rendered, rendered)
+            encode = functools.partial(self._tokenization.encode_within, is_rendered=True)
+            return await self._thread.run(encode, rendered, facts.model.max_context)
         return [part for part in prompt or () if isinstance(part, int)]
 
 
@@ -226,7 +230,7 @@ class App:
             tokenizing.cancel()
             waiting.cancel()
         tokenization = configured or await self._load_named(model.name)
-        check_tokenizer(self.config.tokenizer, model)
+        await self._check_tokenizer(tokenization, model)
         self._service.open(tokenization, create_facts(self.config, model, tokenization))
         self._is_open = True
         await self.server.set_serving(self.is_ready)
@@ -257,6 +261,24 @@ class App:
                 f"{error} ({model!r} is what target workers call their model: name a folder with its tokenizer with "
                 "--tokenizer)"
             ) from error
+
+    async def _check_tokenizer(self, tokenization: Tokenization, target: ModelInfo) -> None:
+        """Of most, the fingerprint tells that it is the target's. Raises ModelMismatchError for a wrong one."""
+        if tokenization.fingerprint == target.tokenizer_fingerprint:
+            return
+        ours = await self._thread.run(tokenization.vocabulary)
+        theirs = await self._read_target_vocabulary(target.vocab_size)
+        await asyncio.to_thread(check_tokenizer, tokenization.name, ours, theirs, target)
+
+    async def _read_target_vocabulary(self, num_ids: int) -> Vocabulary | None:
+        """What the first target worker tells that answers; None: it cannot tell."""
+        while True:
+            for connection in self.coordinator.pools[Kind.TARGET]:
+                try:
+                    return await connection.link.read_vocabulary(num_ids)
+                except WorkerUnavailableError as error:
+                    logger.info("the tokenizer waits to be compared with the target's: %s", error)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
     def _load(self, name: str) -> Awaitable[Tokenization]:
         return self._thread.load(name)
@@ -298,20 +320,6 @@ def check_config(config: CoordinatorConfig) -> None:
         channel_credentials(config.server.tls)  # raises
     if config.drafter not in ("model", "ngram", "none"):
         raise ConfigError(f"drafter must be model, ngram or none, got {config.drafter!r}")
-
-
-def check_tokenizer(folder: str, model: ModelInfo) -> None:
-    """Raise ModelMismatchError if the ids of a local tokenizer stand for other tokens than the target's."""
-    path = Path(folder)
-    if not folder or not (path / "tokenizer.json").is_file():
-        return
-    vocabulary = read_vocabulary(path)
-    if vocabulary.fingerprint != model.tokenizer_fingerprint:
-        raise ModelMismatchError(
-            f"the tokenizer in {folder} does not fit the target model {model.name}: {vocabulary.size} ids with "
-            f"fingerprint {vocabulary.fingerprint}, where the target has {model.vocab_size} with "
-            f"{model.tokenizer_fingerprint}"
-        )
 
 
 def create_facts(config: CoordinatorConfig, model: ModelInfo, tokenization: Tokenization) -> ServiceFacts:

@@ -18,9 +18,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from coordinator.detokenizer import (
     WindowDecoder,
     create_byte_table,
 )
+from specpipe.engine.vocabulary import Vocabulary
 from specpipe.errors import ConfigError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,15 @@ NUM_CHECKED_TOKENS = 2000  # random tokens on which an incremental decoder must 
 UNDECIDED = sys.maxsize
 STUCK_JOB_S = 120.0  # the longest text that a message holds takes less than a minute on a slow core
 
-# Normalizers that never make a text shorter, and by how much others can: NFC composes at most three code points.
-SHRINK_BY_NORMALIZER = {"Prepend": 1, "ByteLevel": 1, "NFD": 1, "NFC": 3}
+# How many times fewer bytes a text can have after a normalizer, rounded up. NFD makes a K of the Kelvin sign, 3 bytes;
+# NFC makes U+0390, 2 bytes, of U+1FBE, U+0308 and U+0301, which are 7.
+SHRINK_BY_NORMALIZER = {"Prepend": 1, "ByteLevel": 1, "NFD": 3, "NFC": 4}
+
+# A text that is long for the tokens that it may have is judged by beginnings of it before it is tokenized whole.
+FIRST_BEGINNING = 16  # characters of the first one, for each such token
+NEXT_BEGINNING = 4  # how many times longer each further one is
+SURE_EXCESS = 2  # one that has so many times the tokens is not made to fit by what follows it,
+LONGEST_WORD = 100  # ... but for its last word: WordPiece makes one unknown token of one that has more characters
 
 
 def hide_torch() -> None:
@@ -85,9 +94,40 @@ class Tokenization:
         self.name = name
         self.tokenizer = tokenizer
         self.num_tokens: int = len(tokenizer)  # ids are 0 .. num_tokens - 1
-        self.max_bytes_per_token = _bound_bytes_per_token(tokenizer)  # of text; UNDECIDED where bytes say nothing
-        self._special_ids = _special_ids(tokenizer)
+        vocabulary = self.vocabulary()
+        self.fingerprint = vocabulary.fingerprint
+        entries = frozenset(vocabulary.tokens.values())
+        self.max_bytes_per_token = _bound_bytes_per_token(tokenizer, entries)  # UNDECIDED where bytes say nothing
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._longest_added = max((len(token.content) for token in added.values()), default=0)
         self.create_decoder = self._choose_decoder()
+
+    def encode_within(self, text: str, max_tokens: int, *, is_rendered: bool = False) -> list[int]:
+        """As `encode`, or as `encode_rendered`; but a text that is far too long costs no more than a long one.
+
+        Raises InvalidRequestError where a beginning shows that there are more than `max_tokens`; else there may still
+        be. A beginning counts for the whole if it has twice as many: splits, merges and normalizers look a few tokens
+        ahead, and none takes back half of what it has made.
+        """
+        num_chars = FIRST_BEGINNING * max_tokens
+        while num_chars < len(text):
+            if self._tokens_of_beginning(text, num_chars) > SURE_EXCESS * max_tokens + LONGEST_WORD:
+                raise InvalidRequestError(
+                    f"prompt: its first {num_chars} characters of {len(text)} are more than {max_tokens} tokens, which "
+                    "is all that the context holds"
+                )
+            num_chars *= NEXT_BEGINNING
+        return self.encode_rendered(text) if is_rendered else self.encode(text)
+
+    def _tokens_of_beginning(self, text: str, num_chars: int) -> int:
+        """Tokens of a beginning, without those that an added token at the cut could swallow.
+
+        NOTE: one may strip the white space before it, however much that is, and it may begin before the cut.
+        """
+        end = len(text[: max(0, num_chars - self._longest_added)].rstrip())
+        encoded = self.tokenizer(text[:num_chars], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return sum(stop <= end for _, stop in encoded["offset_mapping"])
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the tokenizer adds by itself."""
@@ -129,8 +169,9 @@ class Tokenization:
         """No prompt of so many bytes has fewer tokens than this."""
         return -(-num_bytes // self.max_bytes_per_token)
 
-    def vocabulary(self) -> dict[str, int]:
-        return dict(self.tokenizer.get_vocab())
+    def vocabulary(self) -> Vocabulary:
+        """Of what was loaded. A token that has several ids in a file is there with one of them."""
+        return Vocabulary({token_id: token for token, token_id in self.tokenizer.get_vocab().items()})
 
     def _token_of(self, token_id: int) -> str | None:
         if token_id in self._special_ids:
@@ -167,12 +208,22 @@ def load_tokenization(name: str) -> Tokenization:
     folder, arguments = _split_gguf(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **arguments)
-    except (OSError, ValueError, KeyError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"no tokenizer could be loaded from {name!r}: {first_line}") from error
+    except Exception as error:  # files of others, read by libraries of others: anything may be raised
+        raise ConfigError(_reason(name, error)) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ConfigError(f"the tokenizer of {name!r} has no fast (tokenizer.json) form")
     return Tokenization(name, tokenizer)
+
+
+def _reason(name: str, error: Exception) -> str:
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    file = Path(name) / "tokenizer.json"
+    if type(error) is not Exception or not file.is_file():  # the tokenizers library has no class of its own
+        return f"no tokenizer could be loaded from {name!r}: {first_line}"
+    return (
+        f"no tokenizer could be loaded from {str(file)!r}: {first_line} (it is broken, or made by a newer version of "
+        f"tokenizers than {version('tokenizers')})"
+    )
 
 
 def _split_gguf(name: str) -> tuple[str, dict[str, str]]:
@@ -272,21 +323,14 @@ def _decoder_spec(tokenizer: Any) -> dict[str, Any] | None:
     return spec
 
 
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that `skip_special_tokens` leaves out."""
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return frozenset(token_id for token_id, token in added.items() if token.special)
-
-
-def _bound_bytes_per_token(tokenizer: Any) -> int:
+def _bound_bytes_per_token(tokenizer: Any, entries: Set[str]) -> int:
     """Most bytes of a prompt that one token can stand for, or UNDECIDED where text may vanish without a token."""
     backend = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder().values()
     shrink = _shrink_by_normalizer(backend.normalizer)
-    vocabulary = tokenizer.get_vocab()
-    if shrink is None or any(token.lstrip or token.rstrip for token in added) or not _is_lossless(backend, vocabulary):
+    if shrink is None or any(token.lstrip or token.rstrip for token in added) or not _is_lossless(backend, entries):
         return UNDECIDED
-    return shrink * max(len(token.encode()) for token in vocabulary)
+    return shrink * max(len(token.encode()) for token in entries)
 
 
 def _shrink_by_normalizer(normalizer: Any) -> int | None:
@@ -305,12 +349,12 @@ def _shrink_by_step(step: Mapping[str, Any]) -> int | None:
     return SHRINK_BY_NORMALIZER.get(step["type"])
 
 
-def _is_lossless(backend: Any, vocabulary: Mapping[str, int]) -> bool:
+def _is_lossless(backend: Any, entries: Set[str]) -> bool:
     """Every byte of a text is in some token: byte-level entries or byte fallback, and nothing removed on the way."""
     pre_tokenizer = "" if backend.pre_tokenizer is None else backend.pre_tokenizer.__getstate__().decode()
     if '"Removed"' in pre_tokenizer or '"Whitespace' in pre_tokenizer:
         return False
     if '"ByteLevel"' in pre_tokenizer:
-        return all(char in vocabulary for char in create_byte_table())
+        return all(char in entries for char in create_byte_table())
     has_fallback = bool(getattr(backend.model, "byte_fallback", False))
-    return has_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    return has_fallback and all(f"<0x{byte:02X}>" in entries for byte in range(256))

@@ -13,14 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.requests import Question, Request
-from specpipe.config import MAX_SPECULATIVE_TOKENS
+from specpipe.answers import ChatMessage
+from specpipe.config import DEFAULT_SYNC_K, MAX_SPECULATIVE_TOKENS
 from specpipe.errors import InvalidRequestError, ModelNotFoundError
 from specpipe.types import Mode, ModelInfo, Rule, SamplingParams, SpeculationParams, StopRules
 
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_MAX_TOKENS = 256
-DEFAULT_SYNC_K = 4
 MAX_REQUEST_ID_CHARS = 256
+MAX_BYTES_PER_POSITION = 1024  # of a prompt's text, for each position of the context
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -137,6 +138,9 @@ def _check_prompt(question: Question, facts: ServiceFacts) -> None:
         _check_ids("prompt_token_ids", [token for token in prompt if isinstance(token, int)], facts.model.vocab_size)
     elif len(prompt) >= facts.model.max_context:
         raise InvalidRequestError(f"chat: {len(prompt)} messages do not fit a context of {facts.model.max_context}")
+    else:
+        contents = [message.content for message in prompt if isinstance(message, ChatMessage)]
+        _check_prompt_size(sum(len(content.encode()) for content in contents), facts)
 
 
 def check_prompt_bytes(num_bytes: int, facts: ServiceFacts) -> None:
@@ -146,6 +150,17 @@ def check_prompt_bytes(num_bytes: int, facts: ServiceFacts) -> None:
         raise InvalidRequestError(
             f"prompt: its {num_bytes} bytes are at least {least} tokens, and the context of {facts.model.max_context} "
             "must leave room for one more"
+        )
+    _check_prompt_size(num_bytes, facts)
+
+
+def _check_prompt_size(num_bytes: int, facts: ServiceFacts) -> None:
+    """Where bytes do not tell how many tokens there are, a limit of ours bounds what is tokenized."""
+    limit = MAX_BYTES_PER_POSITION * facts.model.max_context
+    if num_bytes > limit:
+        raise InvalidRequestError(
+            f"prompt: it has {num_bytes} bytes, and the limit is {limit}: {MAX_BYTES_PER_POSITION} for each position "
+            f"of the context of {facts.model.max_context}"
         )
 
 

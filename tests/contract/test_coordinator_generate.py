@@ -15,7 +15,7 @@ from tcp_relay import is_listening
 from waiting import wait_until
 
 from coordinator.requests import Question
-from coordinator.tokenization import load_tokenization
+from coordinator.tokenization import Tokenization, load_tokenization
 from coordinator.validation import create_request
 from specpipe.answers import ChatMessage, Chunk, Finished, Started
 from specpipe.client import Answer, GenerateRequest
@@ -375,6 +375,39 @@ async def test_requests_wait_their_turn_and_the_queue_is_bounded() -> None:
         answers = await asyncio.gather(running, *waiting)
         assert all(len(got.token_ids) == 4 for got in answers)
         await wait_until(lambda: service.is_idle)
+
+
+def never_called(*_: Any) -> None:
+    raise AssertionError("there was no need to tokenize")
+
+
+async def test_a_service_that_is_full_or_ends_refuses_before_it_tokenizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(max_sessions=1, max_queue=0) as service:
+        service.targets[0].gate.clear()
+        running = asyncio.ensure_future(answer(service, ask(request_id="first")))
+        await wait_until(lambda: len(service.coordinator._running) == 1)
+        with pytest.raises(DuplicateRequestError):  # a request whose id is free in a moment would have room then
+            await answer(service, ask(request_id="first"))
+        monkeypatch.setattr(service.app._service, "_tokenize", never_called)
+        with pytest.raises(CapacityError, match="1 requests run and 0 wait; try again later"):
+            await answer(service, ask())
+        service.coordinator.end_all(WorkerUnavailableError("the service is stopping"))
+        with pytest.raises(WorkerUnavailableError, match="the service is stopping"):
+            await answer(service, ask())
+        service.targets[0].gate.set()
+        with pytest.raises(WorkerUnavailableError):
+            await running
+
+
+async def test_a_prompt_that_is_far_too_long_is_not_tokenized_whole(
+    service: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenization, "encode", never_called)
+    monkeypatch.setattr(Tokenization, "encode_rendered", never_called)
+    text = "words of all sorts, " * 1000
+    for prompt in (text, (ChatMessage(role="user", content=text),)):
+        with pytest.raises(InvalidRequestError, match=r"its first 8192 characters of 200\d\d are more than 512 tokens"):
+            await answer(service, ask(prompt))
 
 
 async def test_requests_cancelled_in_the_queue_never_run() -> None:

@@ -207,3 +207,32 @@ async def test_a_tokenizer_that_is_not_the_targets_is_refused_at_start() -> None
         async with cluster([Worker("target", target_model(tokenizer_fingerprint="x"))], []):
             pass
     assert caught.group_contains(ModelMismatchError, match="does not fit the target model")
+
+
+async def test_a_tokenizer_found_by_the_models_name_is_refused_if_an_id_is_another_token() -> None:
+    """No flag names it, so nothing but what was loaded can tell."""
+    swapped = {**VOCABULARY.tokens, 300: VOCABULARY.tokens[301], 301: VOCABULARY.tokens[300]}
+    model = target_model(name=str(DEMO), tokenizer_fingerprint="swapped")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with cluster([Worker("target", model, vocabulary=Vocabulary(swapped))], [], tokenizer=""):
+            pass
+    assert caught.group_contains(ModelMismatchError, match=r"does not fit .*: id 300 is '.*' in it and .* --tokenizer")
+
+
+async def test_a_tokenizer_that_knows_more_ids_than_the_target_and_none_differently_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A target worker that cannot tell now is asked again."""
+    read, failures = WorkerLink.read_vocabulary, [WorkerUnavailableError("not now")]
+
+    async def read_or_fail(link: WorkerLink, num_ids: int) -> Vocabulary | None:
+        if failures:
+            raise failures.pop()
+        return await read(link, num_ids)
+
+    monkeypatch.setattr(WorkerLink, "read_vocabulary", read_or_fail)
+    tokens = {i: token for i, token in VOCABULARY.tokens.items() if i != 300}
+    model = target_model(tokenizer_fingerprint="other")
+    async with cluster([Worker("target", model, vocabulary=Vocabulary(tokens))], []) as service:
+        assert (await service.client.answer(ask(), timeout_s=60)).token_ids == await plain(service)
+    assert not failures

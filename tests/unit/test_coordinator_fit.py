@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.events import Kind
-from coordinator.fit import Fit, check_target
+from coordinator.fit import Fit, check_target, check_tokenizer
 from specpipe.engine.vocabulary import Vocabulary, check_same_vocabulary
 from specpipe.errors import ModelMismatchError, WorkerUnavailableError
 from specpipe.types import Hello, ModelInfo
@@ -185,3 +185,24 @@ def test_targets_must_be_interchangeable(changes: dict[str, Any], sentence: str)
     check_target(replace(MODEL, max_context=99), MODEL, "a")
     with pytest.raises(ModelMismatchError, match=sentence):
         check_target(replace(MODEL, **changes), MODEL, "a")
+
+
+@pytest.mark.parametrize("changes", [{4: None}, {3: None, 7: "<|extra|>"}, {}])
+def test_a_tokenizer_may_lack_ids_of_the_target_or_have_others(changes: dict[int, str | None]) -> None:
+    ours = Vocabulary({i: token for i, token in {**TOKENS, **changes}.items() if token is not None})
+    check_tokenizer("folder", ours, Vocabulary(TOKENS), info(TOKENS))
+    check_tokenizer("folder", Vocabulary(TOKENS), ours, info(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "problem"),
+    [
+        ({**TOKENS, 3: "ab", 4: "b"}, "id 3 is 'b' in it and 'ab' for the target; name a folder with the target's own"),
+        (None, "fingerprint .* (5 ids), where the target has .* (5 ids), and its worker cannot tell in what"),
+    ],
+)
+def test_a_tokenizer_with_another_token_for_an_id_is_refused(theirs: dict[int, str] | None, problem: str) -> None:
+    told = None if theirs is None else Vocabulary(theirs)
+    said = "the tokenizer of 'folder' does not fit the target model qwen: " + problem.replace("(", r"\(")
+    with pytest.raises(ModelMismatchError, match=said.replace("ids)", r"ids\)")):
+        check_tokenizer("folder", Vocabulary(TOKENS), told, info(TOKENS, "qwen"))

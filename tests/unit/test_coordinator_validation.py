@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.requests import Question
 from coordinator.validation import ServiceFacts, check_question, create_request
+from specpipe.answers import ChatMessage
 from specpipe.errors import InvalidRequestError, ModelNotFoundError
 from specpipe.types import Mode, ModelInfo, Rule, SpeculationParams
 
@@ -99,6 +100,21 @@ def test_text_is_refused_by_its_bytes_where_they_decide() -> None:
     check_question(Question(prompt="x" * 255), FACTS)
     with pytest.raises(InvalidRequestError, match="256 bytes are at least 64 tokens"):
         check_question(Question(prompt="x" * 256), FACTS)
+
+
+def test_text_has_a_limit_where_bytes_do_not_decide() -> None:
+    facts = ServiceFacts(model=MODEL, model_name="served")
+    check_question(Question(prompt="x" * 65_536), facts)
+    check_question(
+        Question(prompt=(ChatMessage(role="user", content="x" * 65_535), ChatMessage(role="user", content="x"))), facts
+    )
+    for prompt in (
+        "x" * 65_537,
+        "é" * 32_769,
+        (ChatMessage(role="user", content="x" * 65_536), ChatMessage(role="user", content="x")),
+    ):
+        with pytest.raises(InvalidRequestError, match=r"has 6553[78] bytes, and the limit is 65536: 1024 for each"):
+            check_question(Question(prompt=prompt), facts)
 
 
 def test_a_very_long_prompt_does_not_hold_the_event_loop() -> None:

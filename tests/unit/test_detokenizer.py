@@ -34,7 +34,7 @@ def byte_ids(tokens: Tokenization, data: bytes) -> list[int]:
     """One token for each byte, by either convention."""
     from coordinator.detokenizer import create_byte_table
 
-    vocabulary = tokens.vocabulary()
+    vocabulary = {token: token_id for token_id, token in tokens.vocabulary().tokens.items()}
     if "<0x00>" in vocabulary:
         return [vocabulary[f"<0x{byte:02X}>"] for byte in data]
     char_of = {byte: char for char, byte in create_byte_table().items()}

@@ -7,13 +7,23 @@ import os
 import subprocess
 import sys
 import threading
+import unicodedata
 from pathlib import Path
 
 import coordinator_tokenizers
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from coordinator.tokenization import STUCK_JOB_S, UNDECIDED, TokenizerThread, load_tokenization
+from coordinator.tokenization import (
+    FIRST_BEGINNING,
+    LONGEST_WORD,
+    SHRINK_BY_NORMALIZER,
+    STUCK_JOB_S,
+    UNDECIDED,
+    Tokenization,
+    TokenizerThread,
+    load_tokenization,
+)
 from specpipe.errors import ConfigError, InvalidRequestError
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +120,34 @@ def test_a_missing_tokenizer_is_a_config_error(tmp_path: Path, monkeypatch: pyte
         load_tokenization(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (
+            '"ByteLevel"',
+            '"ByteLevelOfTomorrow"',
+            r"tokenizer\.json': data did not match .* newer version of tokenizers than",
+        ),
+        ("{", "[", "no tokenizer could be loaded from '[^']*broken': "),
+        ("{", "[] //", "no tokenizer could be loaded from '[^']*broken': "),
+    ],
+)
+def test_a_broken_tokenizer_is_a_config_error(tmp_path: Path, before: str, after: str, said: str) -> None:
+    folder = coordinator_tokenizers.save_folder(coordinator_tokenizers.byte_level(), tmp_path / "broken")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace(before, after))
+    with pytest.raises(ConfigError, match=said) as raised:
+        load_tokenization(str(folder))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_config_that_is_no_table_is_a_config_error(tmp_path: Path) -> None:
+    folder = coordinator_tokenizers.save_folder(coordinator_tokenizers.byte_level(), tmp_path)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+        load_tokenization(str(folder))
+
+
 def test_a_coordinator_process_has_no_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run(
@@ -133,6 +171,34 @@ def test_bytes_bound_tokens_of_byte_level_tokenizers() -> None:
     assert tokens.least_tokens(10**7) > 4096
 
 
+def test_no_text_shrinks_more_by_a_normal_form_than_is_reckoned_with() -> None:
+    """Over all characters but those of Hangul, where three of 3 bytes make one of 3."""
+    characters = map(chr, range(sys.maxunicode + 1))
+    decomposed = {c: unicodedata.normalize("NFD", c) for c in characters if unicodedata.decomposition(c)}
+    longest: dict[str, int] = {}  # bytes of the longest character that stands for this one
+    for character, parts in decomposed.items():
+        assert num_bytes(character) <= SHRINK_BY_NORMALIZER["NFD"] * num_bytes(parts)
+        if len(parts) == 1:
+            longest[parts] = max(longest.get(parts, num_bytes(parts)), num_bytes(character))
+    for character, parts in decomposed.items():
+        if unicodedata.normalize("NFC", character) == character:
+            most = sum(longest.get(part, num_bytes(part)) for part in parts)
+            assert most <= SHRINK_BY_NORMALIZER["NFC"] * num_bytes(character), f"U+{ord(character):04X}"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "normal"),
+    [("NFD", "\N{KELVIN SIGN}", "K"), ("NFC", "\u1fbe\u0308\u0301", "\u0390"), ("NFC", "\u1112\u1161\u11ab", "\ud55c")],
+)
+def test_the_normalizers_shrink_texts_as_python_does(form: str, text: str, normal: str) -> None:
+    assert getattr(normalizers, form)().normalize_str(text) == unicodedata.normalize(form, text) == normal
+    assert num_bytes(text) <= SHRINK_BY_NORMALIZER[form] * num_bytes(normal)
+
+
+def num_bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
 @pytest.mark.parametrize("change", ["strip", "lowercase", "rstrip token", "removing split"])
 def test_bytes_decide_nothing_where_text_may_vanish(tmp_path: Path, change: str) -> None:
     tokenizer = coordinator_tokenizers.byte_level()
@@ -149,6 +215,65 @@ def test_bytes_decide_nothing_where_text_may_vanish(tmp_path: Path, change: str)
     tokens = load_tokenization(str(coordinator_tokenizers.save_folder(tokenizer, tmp_path)))
     assert tokens.max_bytes_per_token == UNDECIDED
     assert tokens.least_tokens(10**9) == 1
+
+
+LONG_TEXTS = [
+    "the quick brown fox " * 200,
+    "x" * 5_000,
+    " " * 5_000,
+    " " * 1_000 + "the quick brown fox " * 200,
+    "the quick" + " " * 5_000,
+    "中文字" * 1_500,
+    "<|user|>" * 600,
+    "the dog",
+]
+
+
+def test_only_a_text_that_does_not_fit_is_refused_by_its_beginning(folder: Path) -> None:
+    tokens = load_tokenization(str(folder))
+    for text in LONG_TEXTS:
+        ids = tokens.encode(text)
+        for max_tokens in (1, 50, 200):
+            said = refusal(tokens, text, max_tokens)
+            assert said == "" or len(ids) > max_tokens
+            assert said == "" or f"characters of {len(text)} are more than {max_tokens} tokens" in said
+
+
+def refusal(tokens: Tokenization, text: str, max_tokens: int) -> str:
+    """What is said where it is refused; empty where it is tokenized as ever."""
+    try:
+        ids = tokens.encode_within(text, max_tokens)
+    except InvalidRequestError as error:
+        return str(error)
+    assert ids == tokens.encode(text)
+    return ""
+
+
+@pytest.mark.parametrize("text", ["the quick brown fox " * 20_000, " " * 5_000 + "the quick brown fox " * 20_000])
+def test_a_text_that_is_far_too_long_is_not_tokenized_whole(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = coordinator_tokenizers.byte_level()
+    tokenizer.add_special_tokens([AddedToken("<sep>", rstrip=True)])
+    tokens = load_tokenization(str(coordinator_tokenizers.save_folder(tokenizer, tmp_path)))
+    assert tokens.max_bytes_per_token == UNDECIDED
+    monkeypatch.setattr(tokens, "encode", lambda text: pytest.fail("tokenized whole"))
+    monkeypatch.setattr(tokens, "encode_rendered", lambda text: pytest.fail("tokenized whole"))
+    for is_rendered in (False, True):
+        with pytest.raises(InvalidRequestError, match=r"its first \d{3,5} characters of \d+ are more than 64 tokens"):
+            tokens.encode_within(text, 64, is_rendered=is_rendered)
+
+
+@pytest.mark.parametrize("added", ["<sep>", "two words"])
+def test_white_space_that_a_token_at_the_cut_swallows_is_not_counted(tmp_path: Path, added: str) -> None:
+    tokenizer = coordinator_tokenizers.byte_level()
+    tokenizer.add_special_tokens([AddedToken(added, lstrip=True)])
+    tokens = load_tokenization(str(coordinator_tokenizers.save_folder(tokenizer, tmp_path)))
+    for num_cut in range(1, len(added)):
+        beginning = (" \t" * 800)[num_cut : FIRST_BEGINNING * 50] + added[:num_cut]
+        assert len(tokens.encode(beginning)) > 2 * 50 + LONGEST_WORD, "by itself it does not fit at all"
+        text = beginning + added[num_cut:] + " the end" * 4
+        assert tokens.encode_within(text, 50) == tokens.encode(text)
 
 
 async def test_the_thread_runs_calls_in_order() -> None:
