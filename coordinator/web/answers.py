@@ -30,6 +30,8 @@ STATUSES: Final = {
 }
 INTERNAL_ERROR: Final = "internal error; the server's log has the details"
 NO_STORE: Final = {"cache-control": "no-store"}
+COMMENT: Final = b": nothing to tell yet\n\n"
+COMMENT_EVERY_S: Final = 15.0  # of silence: proxies cut streams that say nothing, many after 60 s
 
 
 def refusal(status: int, code: str, message: str) -> Response:
@@ -57,10 +59,12 @@ def frame(event: str, data: Any) -> bytes:
 class EventStream(Response):
     """Sends frames as they come, until they end or the reader leaves; then the generator is closed, at once.
 
-    A SpecpipeError before the first frame becomes a status, a later one a last event `error`.
+    A SpecpipeError before the first frame becomes a status, a later one a last event `error`. While no frame comes
+    there are comments, the first of which is a first frame too.
     """
 
     media_type = "text/event-stream"
+    comment_every_s = COMMENT_EVERY_S
 
     def __init__(self, frames: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={**NO_STORE, "x-accel-buffering": "no"})
@@ -78,7 +82,7 @@ class EventStream(Response):
             writing.result()
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._frames) as frames:
+        async with aclosing(_with_comments(self._frames, self.comment_every_s)) as frames:
             try:
                 first = await anext(frames, b"")
             except SpecpipeError as error:
@@ -97,6 +101,26 @@ class EventStream(Response):
             await send(_part(b"", is_last=True))
 
 
+async def _with_comments(frames: AsyncGenerator[bytes, None], every_s: float) -> AsyncGenerator[bytes, None]:
+    """The frames, and a comment for each time that none has come for so long."""
+    async with aclosing(frames):
+        while True:
+            coming = asyncio.ensure_future(_next(frames))
+            try:
+                while not (await asyncio.wait({coming}, timeout=every_s))[0]:
+                    yield COMMENT
+            finally:
+                await _end(coming)
+            data = coming.result()
+            if data is None:
+                return
+            yield data
+
+
+async def _next(frames: AsyncGenerator[bytes, None]) -> bytes | None:
+    return await anext(frames, None)
+
+
 def _part(body: bytes, *, is_last: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": not is_last}
 
@@ -106,7 +130,7 @@ async def _reader_left(receive: Receive) -> None:
         pass
 
 
-async def _end(*tasks: asyncio.Future[None]) -> None:
+async def _end(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

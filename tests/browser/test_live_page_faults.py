@@ -6,7 +6,10 @@ import pytest
 from browsing import CHROMIUM, Visit, visiting
 from coordinator_cluster import cluster
 from playwright.async_api import Browser
+from starlette.types import Message
 from waiting import wait_until
+
+from coordinator.web import answers
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -47,6 +50,26 @@ async def test_an_answer_that_breaks_off_says_why_and_keeps_what_came(browser: B
         assert await visit.page.locator(".text .token").count() > 0
         assert await visit.page.locator(".statistics").count() == 0
         await visit.shows(".health", "waits for a target worker")
+
+
+async def test_what_only_keeps_the_connection_open_is_no_part_of_the_answer(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bytes] = []
+    part = answers._part
+
+    def noted(body: bytes, *, is_last: bool = False) -> Message:
+        sent.append(body)
+        return part(body, is_last=is_last)
+
+    monkeypatch.setattr(answers, "_part", noted)
+    monkeypatch.setattr(answers.EventStream, "comment_every_s", 0.02)
+    async with cluster(http_port=0) as service, visiting(browser, service.app.http_address) as visit:
+        service.targets[0].gate.clear()
+        await visit.ask(tokens=8)
+        await wait_until(lambda: answers.COMMENT in sent)
+        service.targets[0].gate.set()
+        await visit.finish()
 
 
 async def test_a_service_that_comes_back_is_found_again(browser: Browser) -> None:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import hashlib
 import json
 import socket
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from waiting import wait_until
 
 import coordinator.web
+from coordinator.web.answers import COMMENT, EventStream
 from coordinator.web.assets import Assets
 from coordinator.web.guard import Guard, is_loopback
 from coordinator.web.server import PageServer
 from specpipe.cli.serve import DEFAULT_HTTP_PORT, ServeFlags, page_port, page_url
-from specpipe.errors import ConfigError
+from specpipe.errors import CapacityError, ConfigError, WorkerUnavailableError
 
 ROOT = Path(__file__).parents[2]
 WEB = Path(coordinator.web.__file__).parent
@@ -102,6 +107,81 @@ async def test_a_public_interface_is_asked_by_any_name_but_only_by_its_own_page(
         headers = [(b"host", b"llm.example"), (b"origin", origin)]
         await guard({"type": "http", "path": "/ui/api/state", "headers": headers}, None, send)  # type: ignore[arg-type]
     assert statuses == [200, 403]
+
+
+# What keeps a stream open
+
+
+class Told:
+    """An ASGI server that keeps what it is to send, and a reader that stays until it is told to leave."""
+
+    def __init__(self, frames: AsyncGenerator[bytes, None], *, comment_every_s: float = 0.001) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.leaves = asyncio.Event()
+        stream = EventStream(frames)
+        stream.comment_every_s = comment_every_s
+        self.task = asyncio.ensure_future(stream({"type": "http"}, self._receive, self._send))  # type: ignore[arg-type]
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [message["body"] for message in self.messages if "body" in message]
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+
+async def test_a_request_that_waits_is_told_comments_and_then_its_answer() -> None:
+    turn = asyncio.Event()
+
+    async def answer() -> AsyncGenerator[bytes, None]:
+        await turn.wait()
+        yield b"one"
+        raise WorkerUnavailableError("it is gone")
+
+    told = Told(answer())
+    await wait_until(lambda: told.bodies[:2] == [COMMENT, COMMENT])
+    assert told.messages[0]["status"] == 200
+    turn.set()
+    await told.task
+    one, error, end = (body for body in told.bodies if body != COMMENT)
+    assert (one, end) == (b"one", b"")
+    assert error.startswith(b"event: error")
+
+
+async def test_an_answer_that_comes_in_time_has_no_comments_and_a_refusal_is_a_status() -> None:
+    async def answer() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        yield b"two"
+
+    async def refusal() -> AsyncGenerator[bytes, None]:
+        raise CapacityError("full")
+        yield b""
+
+    whole, refused = Told(answer(), comment_every_s=60.0), Told(refusal(), comment_every_s=60.0)
+    await asyncio.wait({whole.task, refused.task})
+    assert whole.bodies == [b"one", b"two", b""]
+    assert refused.messages[0]["status"] == 429
+
+
+async def test_a_reader_that_leaves_while_its_request_waits_ends_it() -> None:
+    is_over = asyncio.Event()
+
+    async def answer() -> AsyncGenerator[bytes, None]:
+        try:
+            await asyncio.Event().wait()
+            yield b""
+        finally:
+            is_over.set()
+
+    told = Told(answer())
+    await wait_until(lambda: len(told.bodies) > 1)
+    told.leaves.set()
+    await told.task
+    assert is_over.is_set()
 
 
 # The coordinator without a page

@@ -18,7 +18,7 @@ export async function* ask(question, signal) {
   if (!isWhole) throw new Error("the service ended the answer without saying why");
 }
 
-// Server-sent events of a stream of bytes.
+// Server-sent events of a stream of bytes. Comments only keep the connection alive.
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -28,7 +28,7 @@ export async function* events(body) {
       if (done) return;
       const frames = (text + value).split("\n\n");
       text = frames.pop();
-      for (const frame of frames) yield parse(frame);
+      for (const frame of frames) if (!frame.startsWith(":")) yield parse(frame);
     }
   } finally {
     await reader.cancel().catch(() => {});
