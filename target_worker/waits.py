@@ -48,6 +48,11 @@ class Waits:
         if watch.wait_until is not None and (session.has_draft or watch.is_exhausted):
             self._end(session, now, has_come=True)
 
+    def on_preempted(self, session: Session, now: float) -> None:
+        """It has its text to compute again, which is more than to wait; below the same base it may wait once more."""
+        if session.watch.wait_until is not None:
+            self._end(session, now, has_come=True)
+
     def on_round(self, session: Session, commit: Commit, round_ms: float | None) -> None:
         """A session committed. `round_ms`: since the end of its last step, if that was the worker's last one and the
         session is the only one; then it tells of the pace."""

@@ -361,6 +361,7 @@ class TargetLoop:
     def _note_preempted(self, session: Session) -> None:
         logger.info("%s gives its KV slots to older ones", session.opened.label)
         self._observer.preempted()
+        self._waits.on_preempted(session, self._clock())
         self._note(session, SessionEventKind.PREEMPTED)
 
     def _fail(self, session: Session, error: SpecpipeError, *, is_poisoned: bool = False) -> None:

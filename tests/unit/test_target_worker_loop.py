@@ -516,6 +516,18 @@ def test_when_slots_run_out_the_newest_is_computed_again_and_says_the_same() -> 
     assert [answer.failed for answer in answers] == [None] * 3
 
 
+def test_a_session_that_is_preempted_while_it_waits_for_a_draft_is_computed_again_as_soon_as_there_is_room() -> None:
+    table = TableModel(vocab_size=24, num_slots=100, seed=3)
+    sim = Simulator(table)  # nobody drafts: the second session would wait for a second
+    older = sim.open(create_open(1, [1], max_tokens=60, mode=Mode.OFF, wants_reports=True))
+    newer = sim.open(create_open(2, [2] * 60, max_tokens=10, mode=Mode.SYNC, wants_reports=True))
+    sim.run()
+    assert sim.loop._room.num_preempted == 1
+    assert newer.new_tokens == plain_run(table, newer.opened)[0]
+    ended_ms = older.book.rounds[-1].since_open_ms
+    assert ended_ms < newer.book.rounds[1].since_open_ms < ended_ms + 100.0
+
+
 def test_more_sessions_than_rows_take_turns() -> None:
     table = TableModel(vocab_size=24, num_slots=512, seed=3)
     sim = Simulator(table, max_batch_tokens=4)
