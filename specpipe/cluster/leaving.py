@@ -25,7 +25,7 @@ from specpipe.launcher.plan import COORDINATOR, DRAFT_WORKER, TARGET_WORKER
 PROC: Final = Path("/proc")
 ROLES: Final = (COORDINATOR, DRAFT_WORKER, TARGET_WORKER)
 ACTOR_TITLE: Final = b"ray::"  # so Ray calls the processes of actors, and a keeper is one
-RAY_PATIENCE_S: Final = 15.0  # for a Ray that is asked to place nothing more here
+RAY_PATIENCE_S: Final = 20.0  # for a Ray that is asked to place nothing more here
 
 logger = logging.getLogger(__name__)
 
