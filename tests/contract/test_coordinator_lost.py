@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from coordinator_cluster import Cluster, ask, cluster
 from coordinator_process import coordinator_process, free_port
@@ -128,6 +129,31 @@ async def test_a_request_that_the_coordinator_still_holds_is_waited_for() -> Non
         await server.stop()
     assert answer.started is not None
     assert (answer.started.request_id, holding.num_asked) == ("held", 3)
+
+
+class Dropping(generate_pb2_grpc.GenerateServiceServicer):
+    """Drops the first call as gRPC does where a server begins to end, and answers the next."""
+
+    num_asked = 0
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802 - the RPC's names
+        self.num_asked += 1
+        if self.num_asked == 1:
+            await context.abort(grpc.StatusCode.CANCELLED)
+        yield event_to_pb(Started(request_id="r", model="m", prompt_tokens=1, seed=1))
+
+
+async def test_a_call_that_is_dropped_before_anything_was_said_is_made_again_at_the_same_address() -> None:
+    dropping, server = Dropping(), create_server(ServerConfig(), SERVICE_NAMES)
+    generate_pb2_grpc.add_GenerateServiceServicer_to_server(dropping, server.grpc_server)
+    await server.start()
+    try:
+        async with GenerateClient(server.address) as client:
+            answer = await client.answer(GenerateRequest(prompt="x"), timeout_s=60)
+    finally:
+        await server.stop()
+    assert answer.started is not None
+    assert dropping.num_asked == 2
 
 
 async def test_a_live_request_id_is_refused_at_once_where_it_is_first_asked_for() -> None:

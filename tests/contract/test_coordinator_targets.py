@@ -119,6 +119,7 @@ async def test_a_target_that_hangs_with_nowhere_to_go_ends_its_answers_in_time()
 async def test_what_waits_in_the_queue_ends_as_soon_when_a_target_hangs_with_nowhere_to_go() -> None:
     """Not in waves, each as large as the number of requests that are answered at once."""
     async with cluster(max_sessions=1) as service:
+        service.targets[0].gate.clear()
         readings = [Reading(service, ask(mode=Mode.OFF)) for _ in range(4)]
         await wait_until(lambda: (service.coordinator.num_running, service.coordinator.num_waiting) == (1, 3))
         service.targets[0].freeze()

@@ -313,9 +313,9 @@ async def test_a_rolling_restart_of_every_coordinator_ends_no_answer(
             await stream.answers_more()
         answers = await stream.end()
         assert relay.num_connections == 3
-    for prompt, answer in answers:
-        assert answer.finished is not None
-        assert oracle.check(oracle.encode(prompt), answer.token_ids, Sampling()) == 0
+    assert all(answer.finished for _, answer in answers)
+    for prompt, token_ids in {(prompt, tuple(answer.token_ids)) for prompt, answer in answers}:
+        assert oracle.check(oracle.encode(prompt), list(token_ids), Sampling()) == 0
     await wait_until(lambda: is_idle(many))
 
 
