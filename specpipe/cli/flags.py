@@ -64,14 +64,23 @@ class ServiceFlags:
 
     target: Annotated[str | None, option("Target model: folder or hub name.  [demo pair]", metavar="MODEL")] = None
     draft: Annotated[
-        str | None, option("Draft model: folder, hub name, ngram or none.  [demo pair]", metavar="MODEL|ngram|none")
+        str | None,
+        option(
+            "Draft model: folder, hub name, ngram or none.  "
+            "[the demo draft if it has the target's tokenizer, else ngram]",
+            metavar="MODEL|ngram|none",
+        ),
     ] = None
     tensor_parallel_size: Annotated[int | None, option("Ranks of each target worker.  [1]")] = None
     draft_workers: Annotated[int | None, option("Draft workers.  [1]")] = None
     target_workers: Annotated[int | None, option("Target workers.  [1]")] = None
-    dtype: Annotated[Dtype | None, option("Of the weights in memory; auto: the folder's.  [auto]")] = None
+    dtype: Annotated[
+        Dtype | None,
+        option("Of the weights in memory; auto: bfloat16 if the folder's are, else float32, of float16 too.  [auto]"),
+    ] = None
     draft_dtype: Annotated[
-        DraftDtype | None, option("The same of the draft; auto: int8 where that is quicker.  [as --dtype]")
+        DraftDtype | None,
+        option("The same of the draft; auto: also int8 where that is quicker and they are bfloat16.  [as --dtype]"),
     ] = None
     device: Annotated[str | None, option("Where the model runs.  [cpu]", metavar="cpu|cuda")] = None
     no_pin: Annotated[bool, option("Do not pin workers to cores.", "--no-pin")] = False
@@ -87,11 +96,18 @@ class EngineFlags:
     """A model and the room it gets; see EngineConfig."""
 
     dtype: Annotated[
-        DraftDtype, option("Of the weights in memory; auto: the folder's, of a draft int8 where quicker.  [auto]")
+        DraftDtype,
+        option(
+            "Of the weights in memory; auto: bfloat16 if the folder's are (of a draft int8 where that is quicker), "
+            "else float32, of float16 too; int8: of drafts only.  [auto]"
+        ),
     ] = "auto"
     device: Annotated[str, option("Where the model runs.  [cpu]", metavar="cpu|cuda")] = "cpu"
     max_context: Annotated[int | None, option("Positions of a sequence at most.  [the model's limit]")] = None
-    num_slots: Annotated[int | None, option("Tokens the KV cache holds.  [by memory]")] = None
+    num_slots: Annotated[
+        int | None,
+        option("Tokens the KV cache holds.  [16 contexts of at most 4096, or what memory allows]"),
+    ] = None
     max_sessions: Annotated[int, option("Sessions open at once.  [64]")] = 64
     max_batch_tokens: Annotated[int, option("Rows of one step at most.  [256]")] = 256
     no_prefix_cache: Annotated[bool, option("Compute every prompt anew.", "--no-prefix-cache")] = False
@@ -133,41 +149,53 @@ class TelemetryFlags:
     """What a process says about itself, and to whom; see TelemetryConfig."""
 
     otlp_endpoint: Annotated[
-        str | None, option("Send traces and metrics to this OTLP/gRPC receiver.", metavar="HOST:PORT")
+        str | None,
+        option("Send metrics, and coordinators traces, to this OTLP/gRPC receiver.", metavar="HOST:PORT"),
     ] = None
+    metrics_port: Annotated[int | None, option("Serve /metrics to Prometheus here; 0: a free port.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFlags:
+    """Which requests a coordinator traces, and what it keeps of them; see TelemetryConfig. Workers do as it asks."""
+
     trace_level: Annotated[TraceLevel, option("What is kept of a traced request.  [round]")] = "round"
     trace_sample: Annotated[
         float | None,
         option("Share of requests traced if the caller has not decided.  [1 with --otlp-endpoint, else 0]"),
     ] = None
     trace_content: Annotated[bool, option("Prompts and answers are part of traces.", "--trace-content")] = False
-    metrics_port: Annotated[int | None, option("Serve /metrics to Prometheus here; 0: a free port.")] = None
 
 
-def telemetry_config(flags: TelemetryFlags) -> TelemetryConfig:
-    """Raises ConfigError."""
+def telemetry_config(flags: TelemetryFlags, traces: TraceFlags | None = None) -> TelemetryConfig:
+    """`traces`: of a coordinator. Raises ConfigError."""
+    traces = traces or TraceFlags()
     if flags.otlp_endpoint is not None:
         checked_address("--otlp-endpoint", flags.otlp_endpoint)
-    with _named_as_flags(TelemetryFlags):
+    with named_as_flags(TelemetryFlags, TraceFlags):
         return TelemetryConfig(
             otlp_endpoint=flags.otlp_endpoint or "",
-            trace_level=flags.trace_level,
-            trace_sample=flags.trace_sample,
-            has_content=flags.trace_content,
+            trace_level=traces.trace_level,
+            trace_sample=traces.trace_sample,
+            has_content=traces.trace_content,
             metrics_port=flags.metrics_port,
         )
 
 
 @contextmanager
-def _named_as_flags(group: type[Any]) -> Iterator[None]:
-    """A ConfigError about a field names the flag of this group that has set it."""
+def named_as_flags(*groups: type[Any]) -> Iterator[None]:
+    """A ConfigError about a field names the flag of these groups that has set it.
+
+    Fields have their flag's name, and where it is an amount perhaps a unit behind it (grace_s: --grace).
+    """
     try:
         yield
     except ConfigError as error:
-        name, _, reason = str(error).partition(" ")
-        if name not in {f.name for f in fields(group)}:
+        field_name, _, reason = str(error).partition(" ")
+        names = {f.name for group in groups for f in fields(group)} & {field_name, field_name.removesuffix("_s")}
+        if not names:
             raise
-        raise ConfigError(f"{flag_of(name)} {reason}") from None
+        raise ConfigError(f"{flag_of(names.pop())} {reason}") from None
 
 
 def checked_worker(flag: str, source: str) -> str:
@@ -176,7 +204,7 @@ def checked_worker(flag: str, source: str) -> str:
         if not source.removeprefix("file:"):
             raise ConfigError(f"{flag} file: names no file")
         return source
-    checked_address(flag, source.removeprefix("dns:"), form="[dns:]HOST:PORT", given=source)
+    checked_address(flag, source.removeprefix("dns:"), form="[dns:]HOST:PORT or file:PATH", given=source)
     return source
 
 

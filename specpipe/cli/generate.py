@@ -22,6 +22,7 @@ from specpipe.cli.flags import (
     SpeculationFlags,
     TlsFlags,
     checked_address,
+    named_as_flags,
     option,
     takes_flags,
     tls_config,
@@ -86,7 +87,8 @@ def generate(
         return run_with_signals(lambda _: asked(), terminated=EXIT_TERMINATED)
     if tls_config(tls).is_on:
         raise ConfigError("--tls-ca, --tls-cert and --tls-key are for a running service: name it with --connect")
-    config = service_config(service, speculation, requests, own.log_level)
+    with named_as_flags(ServiceFlags, SpeculationFlags):
+        config = service_config(service, speculation, requests, own.log_level)
     return run_with_signals(lambda _: answer_with_service(config, requests, output, traces), terminated=EXIT_TERMINATED)
 
 

@@ -19,6 +19,8 @@ from specpipe.cli.flags import (
     ServiceFlags,
     SpeculationFlags,
     TelemetryFlags,
+    TraceFlags,
+    named_as_flags,
     option,
     takes_flags,
     telemetry_config,
@@ -27,7 +29,7 @@ from specpipe.cli.generate import given
 from specpipe.cli.models import check_device, resolve_models
 from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
-from specpipe.config import check_port_number
+from specpipe.config import TelemetryConfig, check_port_number
 from specpipe.errors import ConfigError
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.launcher.plan import NONE, metrics_ports
@@ -47,7 +49,10 @@ class ServeFlags:
     host: Annotated[str, option("Interface to listen on.  [127.0.0.1]", metavar="HOST")] = "127.0.0.1"
     port: Annotated[int, option("Port; 0: a free one.  [50051]")] = 50051
     max_context: Annotated[int | None, option("Positions of a sequence at most.  [the model's limit]")] = None
-    num_slots: Annotated[int | None, option("Tokens that each KV cache holds.  [by memory]")] = None
+    num_slots: Annotated[
+        int | None,
+        option("Tokens that each KV cache holds.  [16 contexts of at most 4096, or what memory allows]"),
+    ] = None
     max_sessions: Annotated[int, option("Requests answered at once; more wait.  [64]")] = 64
     max_batch_tokens: Annotated[int | None, option("Rows of one step at most.  [256]")] = None
     no_prefix_cache: Annotated[bool, option("Compute every prompt anew.", "--no-prefix-cache")] = False
@@ -58,23 +63,34 @@ class ServeFlags:
     log_level: Annotated[LogLevel, option("What is logged to stderr.  [info]")] = "info"
 
 
-@takes_flags(own=ServeFlags, service=ServiceFlags, speculation=SpeculationFlags, telemetry=TelemetryFlags)
-def serve(*, own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags, telemetry: TelemetryFlags) -> int:
+@takes_flags(
+    own=ServeFlags, service=ServiceFlags, speculation=SpeculationFlags, telemetry=TelemetryFlags, traces=TraceFlags
+)
+def serve(
+    *,
+    own: ServeFlags,
+    service: ServiceFlags,
+    speculation: SpeculationFlags,
+    telemetry: TelemetryFlags,
+    traces: TraceFlags,
+) -> int:
     """Serve GenerateService. Workers that die are started again."""
     configure_logging(own.log_level)
-    config = service_config(own, service, speculation, telemetry)
+    with named_as_flags(ServeFlags, ServiceFlags, SpeculationFlags):
+        config = service_config(own, service, speculation, telemetry_config(telemetry, traces))
+        http_port = page_port(own)
     if config.drafter == NONE and speculation.mode in (Mode.SYNC, Mode.PIPELINED):
         logger.warning("--mode %s: nothing drafts with --draft none", speculation.mode.value)
     check_port(config.host, config.port)  # before models are loaded
     check_metrics_ports(config, own.http_port)
-    config = replace(config, http_port=page_port(own), is_http_port_preferred=own.http_port is None)
+    config = replace(config, http_port=http_port, is_http_port_preferred=own.http_port is None)
     return run_with_signals(
         lambda signals: serve_until_signalled(config, signals, is_json=own.json), terminated=EXIT_OK
     )
 
 
 def service_config(
-    own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags, telemetry: TelemetryFlags
+    own: ServeFlags, service: ServiceFlags, speculation: SpeculationFlags, telemetry: TelemetryConfig
 ) -> ServiceConfig:
     """Raises ConfigError for whatever can be seen to be wrong without loading a model."""
     mode = speculation.mode or Mode.PIPELINED
@@ -101,7 +117,7 @@ def service_config(
         grace_s=own.grace,
         is_pinned=not service.no_pin,
         log_level=own.log_level,
-        telemetry=telemetry_config(telemetry),
+        telemetry=telemetry,
     )
     check_device(config.device)
     return config

@@ -22,8 +22,10 @@ from specpipe.cli.flags import (
     SpeculationFlags,
     TelemetryFlags,
     TlsFlags,
+    TraceFlags,
     checked_address,
     checked_worker,
+    named_as_flags,
     option,
     takes_flags,
     telemetry_config,
@@ -60,8 +62,8 @@ class CoordinatorFlags:
     target: Annotated[
         list[str], option("Target worker; may be repeated. dns: all of a name.", metavar="[dns:]HOST:PORT|file:PATH")
     ] = field(default_factory=list)
-    draft: Annotated[list[str], option("Draft worker; the same goes for it.", metavar="[dns:]HOST:PORT")] = field(
-        default_factory=list
+    draft: Annotated[list[str], option("Draft worker; the same goes for it.", metavar="[dns:]HOST:PORT|file:PATH")] = (
+        field(default_factory=list)
     )
     tokenizer: Annotated[str, option("Folder or hub name.  [the target model's name]", metavar="MODEL")] = ""
     drafter: Annotated[Drafter | None, option("What drafts.  [model if there are draft workers, else none]")] = None
@@ -100,7 +102,12 @@ class TargetFlags:
 
 
 @takes_flags(
-    own=CoordinatorFlags, speculation=SpeculationFlags, server=ServerFlags, tls=TlsFlags, telemetry=TelemetryFlags
+    own=CoordinatorFlags,
+    speculation=SpeculationFlags,
+    server=ServerFlags,
+    tls=TlsFlags,
+    telemetry=TelemetryFlags,
+    traces=TraceFlags,
 )
 def coordinator(
     *,
@@ -109,30 +116,32 @@ def coordinator(
     server: ServerFlags,
     tls: TlsFlags,
     telemetry: TelemetryFlags,
+    traces: TraceFlags,
 ) -> int:
     """Answer GenerateService with the workers named. Loads no model."""
     configure_logging(server.log_level)
     if not own.target:
         raise ConfigError("name at least one target worker with --target HOST:PORT")
     check_tokenizer_folder(own.tokenizer)
-    config = CoordinatorConfig(
-        server=server_config(
-            server, tls, "coordinator ready at {address}: specpipe generate --connect HOST:PORT PROMPT"
-        ),
-        telemetry=telemetry_config(telemetry),
-        http_port=own.http_port,
-        is_http_port_preferred=own.http_port_preferred,
-        targets=tuple(checked_worker("--target", source) for source in own.target),
-        drafts=tuple(checked_worker("--draft", source) for source in own.draft),
-        tokenizer=own.tokenizer,
-        drafter=own.drafter or ("model" if own.draft else "none"),
-        mode=speculation.mode or Mode.PIPELINED,
-        rule=speculation.rule or Rule.COUPLED,
-        num_speculative_tokens=speculation.num_speculative_tokens,
-        max_sessions=own.max_sessions,
-        max_queue=own.max_queue,
-        served_model_name=own.served_model_name,
-    )
+    with named_as_flags(CoordinatorFlags, SpeculationFlags):
+        config = CoordinatorConfig(
+            server=server_config(
+                server, tls, "coordinator ready at {address}: specpipe generate --connect HOST:PORT PROMPT"
+            ),
+            telemetry=telemetry_config(telemetry, traces),
+            http_port=own.http_port,
+            is_http_port_preferred=own.http_port_preferred,
+            targets=tuple(checked_worker("--target", source) for source in own.target),
+            drafts=tuple(checked_worker("--draft", source) for source in own.draft),
+            tokenizer=own.tokenizer,
+            drafter=own.drafter or ("model" if own.draft else "none"),
+            mode=speculation.mode or Mode.PIPELINED,
+            rule=speculation.rule or Rule.COUPLED,
+            num_speculative_tokens=speculation.num_speculative_tokens,
+            max_sessions=own.max_sessions,
+            max_queue=own.max_queue,
+            served_model_name=own.served_model_name,
+        )
     if config.drafter == "none" and speculation.mode in (Mode.SYNC, Mode.PIPELINED) and server.parent_fd is None:
         logger.warning("--mode %s: nothing drafts without --draft or --drafter ngram", speculation.mode.value)
 
@@ -150,15 +159,16 @@ def draft_worker(
 ) -> int:
     """Draft for coordinators that connect."""
     configure_logging(server.log_level)
-    config = DraftWorkerConfig(
-        server=server_config(
-            server, tls, "draft worker ready at {address}: name it to a coordinator with --draft HOST:PORT"
-        ),
-        telemetry=telemetry_config(telemetry),
-        engine=engine_config(named("--model", own.model, str(demo.draft_folder())), engine),
-        max_nodes=own.max_nodes,
-        max_depth=own.max_depth,
-    )
+    with named_as_flags(DraftFlags):
+        config = DraftWorkerConfig(
+            server=server_config(
+                server, tls, "draft worker ready at {address}: name it to a coordinator with --draft HOST:PORT"
+            ),
+            telemetry=telemetry_config(telemetry),
+            engine=engine_config(named("--model", own.model, str(demo.draft_folder())), engine),
+            max_nodes=own.max_nodes,
+            max_depth=own.max_depth,
+        )
 
     async def main() -> int:
         from draft_worker.service import serve
@@ -177,18 +187,19 @@ def target_worker(
     rendezvous = rendezvous_config(own)
     engine_configured = engine_config(named("--model", own.model, str(demo.target_folder())), engine)
     check_ranks_fit(engine_configured.model, own.tensor_parallel_size)
-    check_cores(own.rank_core)
-    config = TargetWorkerConfig(
-        server=server_config(server, tls, target_ready_text(rendezvous)),
-        telemetry=telemetry_config(telemetry),
-        engine=engine_configured,
-        tensor_parallel_size=own.tensor_parallel_size,
-        rank_cores=tuple(own.rank_core),
-        rendezvous=rendezvous,
-        max_nodes=own.max_nodes,
-        max_shared_slowdown=own.max_shared_slowdown,
-        max_prefill_slowdown=own.max_prefill_slowdown,
-    )
+    check_cores("--rank-core", own.rank_core)
+    with named_as_flags(TargetFlags, EngineFlags):
+        config = TargetWorkerConfig(
+            server=server_config(server, tls, target_ready_text(rendezvous)),
+            telemetry=telemetry_config(telemetry),
+            engine=engine_configured,
+            tensor_parallel_size=own.tensor_parallel_size,
+            rank_cores=tuple(own.rank_core),
+            rendezvous=rendezvous,
+            max_nodes=own.max_nodes,
+            max_shared_slowdown=own.max_shared_slowdown,
+            max_prefill_slowdown=own.max_prefill_slowdown,
+        )
 
     async def main() -> int:
         from target_worker.service import serve
@@ -254,41 +265,43 @@ def run_service(
 def server_config(flags: ServerFlags, tls: TlsFlags, ready_text: str) -> ServerConfig:
     """Without a parent that waits for it, the address goes to stdout: alone for a script, with a text for people."""
     is_read_by_people = flags.ready_fd is None and os.isatty(STDOUT)
-    return ServerConfig(
-        host=flags.host,
-        port=flags.port,
-        health_port=flags.health_port,
-        tls=tls_config(tls),
-        grace_s=flags.grace,
-        ready_fd=os.dup(STDOUT) if flags.ready_fd is None else flags.ready_fd,
-        ready_text=ready_text if is_read_by_people else "{address}",
-        parent_fd=flags.parent_fd,
-    )
+    with named_as_flags(ServerFlags):
+        return ServerConfig(
+            host=flags.host,
+            port=flags.port,
+            health_port=flags.health_port,
+            tls=tls_config(tls),
+            grace_s=flags.grace,
+            ready_fd=os.dup(STDOUT) if flags.ready_fd is None else flags.ready_fd,
+            ready_text=ready_text if is_read_by_people else "{address}",
+            parent_fd=flags.parent_fd,
+        )
 
 
 def engine_config(model: str, flags: EngineFlags) -> EngineConfig:
     """Checks the folder too, before torch is loaded. Raises ConfigError or UnsupportedModelError."""
-    config = EngineConfig(
-        model=model,
-        dtype=flags.dtype,
-        device=flags.device,
-        max_context=flags.max_context,
-        num_slots=flags.num_slots,
-        max_sessions=flags.max_sessions,
-        max_batch_tokens=flags.max_batch_tokens,
-        has_prefix_cache=not flags.no_prefix_cache,
-        num_threads=flags.num_threads,
-        core=flags.core,
-    )
-    check_cores([] if flags.core is None else [flags.core])
+    with named_as_flags(EngineFlags):
+        config = EngineConfig(
+            model=model,
+            dtype=flags.dtype,
+            device=flags.device,
+            max_context=flags.max_context,
+            num_slots=flags.num_slots,
+            max_sessions=flags.max_sessions,
+            max_batch_tokens=flags.max_batch_tokens,
+            has_prefix_cache=not flags.no_prefix_cache,
+            num_threads=flags.num_threads,
+            core=flags.core,
+        )
+    check_cores("--core", [] if flags.core is None else [flags.core])
     check_device(flags.device)
     check_folder(model)
     return config
 
 
-def check_cores(cores: Sequence[int]) -> None:
+def check_cores(flag: str, cores: Sequence[int]) -> None:
     """Raises ConfigError for a core that this process may not use."""
     allowed = cores_before_pinning()
     for core in cores:
         if core not in allowed:
-            raise ConfigError(f"core {core} is not one of this process's cores: {sorted(allowed)}")
+            raise ConfigError(f"{flag} {core} is not one of this process's cores: {sorted(allowed)}")

@@ -21,7 +21,9 @@ from specpipe.errors import ConfigError
 MAX_SHOWN: Final = 60  # characters of what stands in the file
 _REPR: Final = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 2, MAX_SHOWN, MAX_SHOWN
-NEEDS_EXTRA: Final = "{name} is not installed, and `specpipe {command}` needs it: pip install 'specpipe[ray]'"
+NEEDS_EXTRA: Final = (
+    "{name} is not installed, and `specpipe {command}` needs it: in specpipe's checkout, pip install '.[ray]'"
+)
 
 
 def read_cluster(path: Path, command: str = "up") -> ClusterConfig:

@@ -42,7 +42,9 @@ def read_gguf(path: Path) -> GGUFContent:
     """Raises ConfigError if the file is cut, is not GGUF, or a package that GGUF needs is not installed."""
     for package in ("gguf", "accelerate"):  # transformers loads GGUF with both
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{path}: GGUF files need the package {package} (pip install 'specpipe[gguf]')")
+            raise ConfigError(
+                f"{path}: GGUF files need the package {package}: in specpipe's checkout, pip install '.[gguf]'"
+            )
     reader = _open(path)
     architecture = str(_field(reader, "general.architecture") or "")
     tokens = _field(reader, "tokenizer.ggml.tokens")

@@ -104,12 +104,12 @@ def plan_workers(config: ServiceConfig, cores: Sequence[int]) -> list[ProcessSpe
         taken, free = free[: config.tensor_parallel_size], free[config.tensor_parallel_size :]
         size = ("--tensor-parallel-size", str(config.tensor_parallel_size))
         arguments = _engine_arguments(config, config.target, config.dtype) + size + _core_arguments(taken)
-        arguments += _telemetry_arguments(config.telemetry, 1 + len(specs))
+        arguments += _metrics_arguments(config.telemetry, 1 + len(specs))
         specs.append(ProcessSpec(role=TARGET_WORKER, arguments=arguments))
     for _ in range(config.num_draft_workers):
         taken, free = free[:1], free[1:]
         arguments = _engine_arguments(config, config.draft, config.draft_dtype or config.dtype) + _core_arguments(taken)
-        arguments += _telemetry_arguments(config.telemetry, 1 + len(specs))
+        arguments += _metrics_arguments(config.telemetry, 1 + len(specs))
         specs.append(ProcessSpec(role=DRAFT_WORKER, arguments=arguments))
     return specs
 
@@ -131,7 +131,7 @@ def plan_coordinator(config: ServiceConfig, targets: Sequence[str], drafts: Sequ
     )
     if config.is_http_port_preferred:
         arguments += ("--http-port-preferred",)
-    arguments += _telemetry_arguments(config.telemetry, 0)
+    arguments += _metrics_arguments(config.telemetry, 0) + _trace_arguments(config.telemetry)
     for target in targets:
         arguments += ("--target", target)
     for draft in drafts:
@@ -169,15 +169,15 @@ def _engine_arguments(config: ServiceConfig, model: str, dtype: str) -> tuple[st
     return flags if config.has_prefix_cache else (*flags, "--no-prefix-cache")
 
 
-def _telemetry_arguments(telemetry: TelemetryConfig, number: int) -> tuple[str, ...]:
+def _metrics_arguments(telemetry: TelemetryConfig, number: int) -> tuple[str, ...]:
     """`number`: of the process, the coordinator being 0."""
     first = telemetry.metrics_port
-    flags = _flags(
-        otlp_endpoint=telemetry.otlp_endpoint or None,
-        trace_level=telemetry.trace_level,
-        trace_sample=telemetry.trace_sample,
-        metrics_port=first + number if first else first,
-    )
+    return _flags(otlp_endpoint=telemetry.otlp_endpoint or None, metrics_port=first + number if first else first)
+
+
+def _trace_arguments(telemetry: TelemetryConfig) -> tuple[str, ...]:
+    """Of the coordinator, which asks workers for what it traces."""
+    flags = _flags(trace_level=telemetry.trace_level, trace_sample=telemetry.trace_sample)
     return (*flags, "--trace-content") if telemetry.has_content else flags
 
 

@@ -47,7 +47,8 @@ def test_without_ray_one_sentence_says_what_to_install(command: str, tmp_path: P
     said = without_ray(command, "cluster.yaml", cwd=tmp_path)
     assert said.returncode == 2
     assert said.stderr == (
-        f"error: Ray is not installed, and `specpipe {command}` needs it: pip install 'specpipe[ray]'\n"
+        f"error: Ray is not installed, and `specpipe {command}` needs it: "
+        "in specpipe's checkout, pip install '.[ray]'\n"
     )
 
 

@@ -60,3 +60,10 @@ def test_a_gguf_model_equals_the_one_it_was_made_from(
     for count in (12, 1, 7):
         driver.step(driver.rows(session, count))
     assert driver.worst_error(model) < 1e-5
+
+
+def test_a_missing_package_is_told_with_the_way_to_have_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package index has a specpipe of somebody else's: the way leads through the checkout."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"need the package gguf: in specpipe's checkout, pip install '\.\[gguf\]'$"):
+        check_folder(file)

@@ -43,6 +43,16 @@ def test_each_process_has_a_metrics_port_of_its_own(first: int | None, ports: li
     assert metrics_ports(config) == expected
 
 
+def test_what_is_traced_is_told_to_the_coordinator_alone() -> None:
+    telemetry = TelemetryConfig(otlp_endpoint="h:1", trace_level="debug", trace_sample=0.5, has_content=True)
+    config = ServiceConfig(target="t", draft="d", telemetry=telemetry)
+    coordinator, *workers = [plan_coordinator(config, ["a:1"], ["b:2"]), *plan_workers(config, [])]
+    assert [value_of(spec, "--otlp-endpoint") for spec in (coordinator, *workers)] == ["h:1"] * 3
+    assert [value_of(coordinator, flag) for flag in ("--trace-level", "--trace-sample")] == ["debug", "0.5"]
+    assert "--trace-content" in coordinator.arguments
+    assert not [part for spec in workers for part in spec.arguments if part.startswith("--trace")]
+
+
 def test_each_rank_has_a_core_of_its_own() -> None:
     config = ServiceConfig(target="t", draft="d", tensor_parallel_size=2)
     specs = plan_workers(config, [4, 5, 6])
