@@ -29,7 +29,7 @@ class Counts:
     """Of one process since its start, or of several between two moments. A worker has but `draft_step_s`."""
 
     exposed_draft_s: float = 0.0
-    draft_s: float = 0.0
+    hidden_draft_s: float = 0.0
     hits: float = 0.0  # rounds that began with a drafted node of the session's drafter
     rounds: float = 0.0  # those that count
     queue_s: float = 0.0  # of all requests whose turn has come
@@ -64,7 +64,7 @@ class Reading:
 
 COUNTERS: Final[Mapping[str, str]] = {
     "specpipe_exposed_draft_time_seconds_total": "exposed_draft_s",
-    "specpipe_draft_time_seconds_total": "draft_s",
+    "specpipe_hidden_draft_time_seconds_total": "hidden_draft_s",
     "specpipe_queue_duration_seconds_sum": "queue_s",
     "specpipe_queue_duration_seconds_count": "turns",
     "specpipe_committed_tokens_total": "tokens",
@@ -131,7 +131,7 @@ def load_between(before: Mapping[str, Page], now: Mapping[str, Page], *, passed_
         **{f.name: sum(_growth(getattr(a, f.name), getattr(b, f.name)) for a, b in known) for f in fields(Counts)}
     )
     return Load(
-        exposed_share=_quotient(grown.exposed_draft_s, grown.draft_s),
+        exposed_share=_quotient(grown.exposed_draft_s, grown.exposed_draft_s + grown.hidden_draft_s),
         hit_rate=_quotient(grown.hits, grown.rounds),
         draft_busy_share=min(1.0, grown.draft_step_s / (passed_s * num_drafts)) if num_drafts else 0.0,
         num_undrafted=sum(page.num_undrafted for page in now.values()),

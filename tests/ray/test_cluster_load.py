@@ -31,8 +31,10 @@ specpipe_rounds_total{mode="pipelined",outcome="miss"} 20.0
 specpipe_rounds_total{mode="pipelined",outcome="uncounted"} 50.0
 # TYPE specpipe_exposed_draft_time_seconds_total counter
 specpipe_exposed_draft_time_seconds_total 0.5
+# TYPE specpipe_hidden_draft_time_seconds_total counter
+specpipe_hidden_draft_time_seconds_total 1.5
 # TYPE specpipe_draft_time_seconds_total counter
-specpipe_draft_time_seconds_total 2.0
+specpipe_draft_time_seconds_total 1.75
 # TYPE specpipe_queue_duration_seconds histogram
 specpipe_queue_duration_seconds_bucket{le="+Inf"} 4.0
 specpipe_queue_duration_seconds_sum 2.0
@@ -56,7 +58,9 @@ TARGET_WORKER = DRAFT_WORKER.replace("draft", "target")
 
 def test_a_page_is_read_as_docs_define_its_metrics() -> None:
     page = read_page(COORDINATOR)
-    assert page.counts == Counts(exposed_draft_s=0.5, draft_s=2.0, hits=70, rounds=100, queue_s=2.0, turns=4, tokens=40)
+    assert page.counts == Counts(
+        exposed_draft_s=0.5, hidden_draft_s=1.5, hits=70, rounds=100, queue_s=2.0, turns=4, tokens=40
+    )
     assert (page.num_queued, page.num_undrafted) == (3, 1)
     assert read_page(DRAFT_WORKER).counts == Counts(draft_step_s=7.0)
     assert read_page(TARGET_WORKER).counts == Counts()
@@ -75,6 +79,12 @@ def test_a_load_is_what_all_processes_did_between_two_looks() -> None:
     assert (load.exposed_share, load.hit_rate, load.queue_s) == (0.25, 0.7, 0.5)
     assert (load.draft_busy_share, load.tokens_per_s) == (0.5, 10.0)
     assert (load.num_queued, load.num_undrafted) == (3, 1)
+
+
+def test_a_target_that_waited_for_longer_than_anybody_drafted_waited_for_all_of_it() -> None:
+    """As alerts, dashboards and Kubernetes' autoscaler have it: never more than 1."""
+    waited = Page(counts=Counts(exposed_draft_s=2.3, hidden_draft_s=0.0))
+    assert load_between({"c:1": Page(counts=Counts())}, {"c:1": waited}, passed_s=4.0, num_drafts=1).exposed_share == 1
 
 
 def test_what_is_seen_first_counts_from_then_on() -> None:
