@@ -6,6 +6,7 @@ Owns: the one place where logging is set up. Must not know: services, models. Li
 
 from __future__ import annotations
 
+import datetime
 import logging
 import sys
 from typing import Any, Final, Literal, get_args
@@ -33,7 +34,7 @@ def configure_logging(level: str, role: str = "") -> None:
         raise ConfigError(f"log level must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
     prefix = f"[{role}] " if role else ""
     handler = _StderrHandler()
-    handler.setFormatter(_Formatter(f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -52,6 +53,10 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(record.getMessage()) if hasattr(record, "is_forwarded") else super().format(record)
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802 - logging's
+        """ISO 8601, local time with its distance from UTC: lines of several hosts and days can be put in order."""
+        return datetime.datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = visible(record.message)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import io
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +28,23 @@ def test_lines_go_to_the_stderr_of_the_moment() -> None:
     with contextlib.redirect_stderr(io.StringIO()) as later:
         logging.getLogger("a.b").info("%d nodes", 3)
     assert later.getvalue().endswith(" [draft-worker] INFO a.b: 3 nodes\n")
+
+
+def test_a_line_says_its_moment_with_date_and_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "XYZ-5:30")
+    time.tzset()
+    try:
+        configure_logging("info")
+        before = time.time()
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            logging.getLogger("a.b").info("x")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    moment, rest = stderr.getvalue().split(" ", 1)
+    assert rest == "INFO a.b: x\n"
+    assert moment.endswith("+05:30")
+    assert before - 0.001 <= datetime.datetime.fromisoformat(moment).timestamp() <= time.time()
 
 
 def test_a_forwarded_line_has_one_time_and_one_name() -> None:
