@@ -4,7 +4,7 @@ Owns: the event simulation behind the defaults of `GrowthRules` (draft_worker.se
 Must not know: torch, gRPC. The unit of time is one plain target step.
 
 Run: python benchmarks/draft_growth.py [--tokens N] [--cost 0.1,0.3] [--acceptance 0.75] [--leaves 8]
-Figures to compare with: the table in section 7 of the design.
+What it came to with the demo models, in virtual time too: docs/decisions/0011.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ from specpipe.answers import Chunk, Finished, SpeculationStats
 from specpipe.errors import RequestCancelledError, SpecpipeError
 from specpipe.reports import Report
 from specpipe.telemetry.instruments import Description, Instruments, Labels
+from specpipe.telemetry.resources import PROVIDER
 from specpipe.types import Closed, Commit, Failed, Mode
-
-PROVIDER = "specpipe"
 
 
 class TracingCounts(Protocol):

@@ -13,8 +13,7 @@ from coordinator.state import RequestMachine
 from coordinator.trace_spans import Attributes
 from specpipe.answers import ChatMessage, Chunk, Finished, Prompt
 from specpipe.errors import SpecpipeError
-
-PROVIDER = "specpipe"
+from specpipe.telemetry.resources import PROVIDER
 
 
 class GenerateAttributes:

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from specpipe.reports import Outcome, StepRecord
 from specpipe.spans import AttributeValue, Process, Span, SpanEvent, SpanKind
 
-MAX_MS = 1e12
-"""No moment is further away, 30 years, whatever a worker says of its steps: unix time has 64 bits."""
-
 Attributes = dict[str, AttributeValue]
 
 MAX_NANOS = 2**63 - 1

@@ -68,17 +68,6 @@ class TraceNotFoundError(SpecpipeError):
     code = ErrorCode.NOT_FOUND
 
 
-class StaleBaseError(SpecpipeError):
-    """A message starts from another number of committed tokens than the receiver has."""
-
-    code = ErrorCode.FAILED_PRECONDITION
-
-    def __init__(self, session: int, expected: int, actual: int) -> None:
-        super().__init__(f"session {session}: message starts from {actual} committed tokens, expected {expected}")
-        self.expected = expected
-        self.actual = actual
-
-
 class ModelMismatchError(SpecpipeError):
     """Draft and target, or two workers of one pool, do not fit together."""
 

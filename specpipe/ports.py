@@ -12,6 +12,9 @@ from typing import Final
 
 from specpipe.errors import ConfigError
 
+LOOPBACK: Final = "127.0.0.1"
+EVERY_INTERFACE: Final = ("0.0.0.0", "[::]")  # as hosts in addresses
+
 _ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 

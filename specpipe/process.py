@@ -1,6 +1,6 @@
 """The life of one process of the service: how it starts, learns that it must end, and ends.
 
-Owns: signals, the pipe to the parent, the ready line, pinning, thread counts, exit codes. Must not know: what the
+Owns: signals, the pipe to the parent, the ready line, pinning, thread counts. Must not know: what the
 process serves.
 
 A process that was started by another one (`parent_fd`) ends with it: the kernel kills it when the thread that started
@@ -27,12 +27,10 @@ from typing import Any
 
 from specpipe.config import ServerConfig
 from specpipe.errors import ConfigError, InvalidRequestError, SpecpipeError
+from specpipe.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
-EXIT_INVALID = 2
-EXIT_INTERRUPTED = 130
 HTTP_PREFIX = "http="  # of the word in the ready line that says where pages are served
 METRICS_PREFIX = "metrics="  # ... and where Prometheus finds metrics
 LAST_WAIT_S = 0.2  # for a thread that was told to end

@@ -27,7 +27,7 @@ class StepKind(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """How a round began (design 3)."""
+    """How a round began (docs/metrics.md)."""
 
     NONE = "none"  # the first round, or nothing drafts
     HIT = "hit"

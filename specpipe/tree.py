@@ -1,4 +1,4 @@
-"""The draft tree: a trie of guessed token ids below the committed text of one session (design 4.2).
+"""The draft tree: a trie of guessed token ids below the committed text of one session (docs/decisions/0005, 0001).
 
 Owns: nodes, their ranks and reach, extensions (making and grafting them), advancing along a commit.
 Must not know: models, slots' contents, sampling, clocks, gRPC. A node *is* its path of token ids: there are no node
@@ -176,11 +176,6 @@ class DraftTree:
     def nodes_by_reach(self) -> list[Node]:
         """All nodes, the most probable first; every prefix of the list holds the ancestors of its nodes."""
         return sorted(self.nodes(), key=lambda node: (-node.reach, node.depth))
-
-    def best_leaves(self, limit: int) -> list[Node]:
-        """The `limit` childless nodes of highest reach that may still grow (never the root), best first."""
-        leaves = [node for node in self.nodes() if not node.children and node.depth < self.max_depth]
-        return sorted(leaves, key=lambda node: (-node.reach, node.depth))[:limit]
 
     def find(self, tokens: Sequence[int]) -> Node | None:
         """The node whose path these tokens are; the root for none; None if there is no such node."""

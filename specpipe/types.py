@@ -20,7 +20,7 @@ MAX_LABEL_CHARS = 256
 
 
 class Mode(enum.Enum):
-    """How a request is speculated for (design 4.3)."""
+    """How a request is speculated for (README.md, "What is promised")."""
 
     OFF = "off"
     SYNC = "sync"
@@ -28,7 +28,7 @@ class Mode(enum.Enum):
 
 
 class Rule(enum.Enum):
-    """How a drafted token is accepted (design 4.1)."""
+    """How a drafted token is accepted (docs/decisions/0002)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -130,7 +130,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """Nodes for the target's copy of the draft tree: a small trie that stands alone (design 4.2).
+    """Nodes for the target's copy of the draft tree: a small trie that stands alone (docs/decisions/0005).
 
     Node i hangs under parents[i]: 0 is the last committed token at `base`, else 1 + the index of an earlier node.
     Children of a node appear in rank order. `confidences[i]` is the drafter's estimate that node i is the target's

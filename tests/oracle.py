@@ -1,5 +1,5 @@
 """What the target alone would have said, written a second time: the stock forward, transformers' own warpers, and the
-noise of design 4.1 in plain Python. It shares no code with specpipe.
+noise of docs/decisions/0002 in plain Python. It shares no code with specpipe.
 
 Two runs may part where rounding decides. `Oracle.check` therefore applies the margin rule: at a position where the
 answer differs from the oracle's choice, the gap between the two must be below MARGIN (in fp32); such ties are counted.

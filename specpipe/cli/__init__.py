@@ -1,4 +1,5 @@
-"""The command line: `specpipe generate | serve | demo-models | coordinator | draft-worker | target-worker`.
+"""The command line: `specpipe generate | serve | trace | up | status | down | leave | demo-models`, and
+the services by themselves, `specpipe coordinator | draft-worker | target-worker`.
 
 Must not load torch or transformers for itself: a bad flag or folder is refused at once. The service commands load
 theirs after their flags are checked.
@@ -10,7 +11,7 @@ import os
 import signal
 from typing import NoReturn
 
-EXIT_INTERRUPTED = 130
+from specpipe.exit_codes import EXIT_INTERRUPTED
 
 
 def main() -> NoReturn:

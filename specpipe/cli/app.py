@@ -16,13 +16,14 @@ import typer
 
 from specpipe import __version__
 from specpipe.cli.cluster import down, leave, status, up
-from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, exit_code_of, say_error
+from specpipe.cli.failure import exit_code_of, say_error
 from specpipe.cli.generate import generate
 from specpipe.cli.models import demo_models
 from specpipe.cli.serve import serve
 from specpipe.cli.services import coordinator, draft_worker, target_worker
 from specpipe.cli.trace import trace
 from specpipe.errors import SpecpipeError
+from specpipe.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 
 # typer's usage errors derive from click's ClickException; typer >= 0.20 brings its own click, so we reach it from here.
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 from specpipe.cli.cluster_output import waiting_lines, write_status
-from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, say_error
+from specpipe.cli.failure import say_error
 from specpipe.cli.flags import ServiceFlags, option, takes_flags
 from specpipe.cli.models import resolve_models
 from specpipe.cli.signals import Signals, run_with_signals
@@ -30,6 +30,7 @@ from specpipe.cluster.leaving import all_pids, end_processes, tell_ray
 from specpipe.cluster.reading import read_cluster
 from specpipe.cluster.service import ClusterStatus
 from specpipe.errors import ConfigError, WorkerUnavailableError
+from specpipe.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
 from specpipe.telemetry.logs import LogLevel, configure_logging
 
 if TYPE_CHECKING:

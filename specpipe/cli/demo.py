@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from specpipe.answers import AnswerEvent
-from specpipe.cli.failure import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED, exit_code_of, say_error
+from specpipe.cli.failure import exit_code_of, say_error
 from specpipe.cli.flags import ServiceFlags, SpeculationFlags
 from specpipe.cli.generate import answer_all, service_config
 from specpipe.cli.output import PlainOutput, counted
@@ -19,6 +19,7 @@ from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import run_with_signals
 from specpipe.client import Answer, GenerateClient, GenerateRequest
 from specpipe.errors import SpecpipeError
+from specpipe.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.telemetry.logs import configure_logging
 from specpipe.types import Mode, Origin

@@ -1,23 +1,17 @@
 """How a command ends: exit codes, and one sentence on stderr.
 
-Owns: the table from errors to exit codes. The sentence begins with "error: ", which the launcher looks for; one that
-begins with "note: " is no reason to end.
+Owns: the table from errors to exit codes (`specpipe.exit_codes`). The sentence begins with "error: ", which the
+launcher looks for; one that begins with "note: " is no reason to end.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Final
 
 from specpipe.errors import InvalidRequestError, ModelMismatchError, SpecpipeError, UnsupportedModelError
+from specpipe.exit_codes import EXIT_FAILED, EXIT_INVALID
 from specpipe.launcher.child import ERROR_PREFIX
 from specpipe.telemetry.logs import visible
-
-EXIT_OK: Final = 0
-EXIT_FAILED: Final = 1
-EXIT_INVALID: Final = 2
-EXIT_INTERRUPTED: Final = 130
-EXIT_TERMINATED: Final = 143
 
 
 def exit_code_of(error: SpecpipeError) -> int:

@@ -15,7 +15,6 @@ from typing import Annotated, Final
 import typer
 
 from specpipe.answers import AnswerEvent, Started
-from specpipe.cli.failure import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
 from specpipe.cli.flags import (
     SamplingFlags,
     ServiceFlags,
@@ -36,6 +35,7 @@ from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateClient, GenerateRequest
 from specpipe.config import TlsConfig
 from specpipe.errors import ConfigError, SpecpipeError
+from specpipe.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_TERMINATED
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.spans import KeptTrace
 from specpipe.telemetry.logs import LogLevel, configure_logging

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final
 
 from specpipe import demo
-from specpipe.cli.failure import EXIT_OK
 from specpipe.cli.flags import ServiceFlags
 from specpipe.engine.folder import ModelFolder, check_folder
 from specpipe.engine.parallel.table import check_ranks
 from specpipe.engine.vocabulary import Vocabulary, check_same_vocabulary, read_vocabulary
 from specpipe.errors import ConfigError
+from specpipe.exit_codes import EXIT_OK
 from specpipe.launcher.plan import NGRAM, NONE
 
 GPU_FILES: Final = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # NVIDIA's driver, Jetson's, AMD's, WSL's

@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Final
 
-from specpipe.cli.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, say_error
+from specpipe.cli.failure import say_error
 from specpipe.cli.flags import (
     ServiceFlags,
     SpeculationFlags,
@@ -31,9 +31,10 @@ from specpipe.cli.progress import loading_bars
 from specpipe.cli.signals import Signals, run_with_signals
 from specpipe.config import TelemetryConfig, check_port_number
 from specpipe.errors import ConfigError
+from specpipe.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from specpipe.launcher import LocalService, ServiceConfig
 from specpipe.launcher.plan import NONE, metrics_ports
-from specpipe.ports import check_port
+from specpipe.ports import EVERY_INTERFACE, check_port
 from specpipe.telemetry.logs import LogLevel, configure_logging
 from specpipe.types import Mode, Rule
 
@@ -181,4 +182,4 @@ def announce(service: LocalService, is_json: bool) -> None:
 def page_url(address: str) -> str:
     """For a browser on this machine, whatever the interface."""
     host, _, port = address.rpartition(":")
-    return f"http://{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}/ui"
+    return f"http://{'localhost' if host in EVERY_INTERFACE else host}:{port}/ui"

@@ -44,6 +44,7 @@ from specpipe.config import (
 )
 from specpipe.engine.folder import check_folder
 from specpipe.errors import ConfigError, SpecpipeError
+from specpipe.ports import EVERY_INTERFACE
 from specpipe.process import cores_before_pinning, run_process
 from specpipe.telemetry.logs import configure_logging
 from specpipe.types import Mode, Rule
@@ -51,7 +52,6 @@ from specpipe.types import Mode, Rule
 logger = logging.getLogger(__name__)
 
 STDOUT: Final = 1
-EVERY_INTERFACE: Final = ("0.0.0.0", "[::]")
 Drafter = Literal["model", "ngram", "none"]
 
 

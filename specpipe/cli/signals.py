@@ -11,7 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from specpipe.cli.failure import EXIT_INTERRUPTED
+from specpipe.exit_codes import EXIT_INTERRUPTED
 
 
 class Signals:

@@ -13,12 +13,12 @@ from typing import Annotated, Final
 
 import typer
 
-from specpipe.cli.failure import EXIT_OK, EXIT_TERMINATED
 from specpipe.cli.flags import TlsFlags, checked_address, option, takes_flags, tls_config
 from specpipe.cli.pictures import RoundRange, check_picture, write_lines, write_picture
 from specpipe.cli.signals import run_with_signals
 from specpipe.client import GenerateClient
 from specpipe.errors import ConfigError
+from specpipe.exit_codes import EXIT_OK, EXIT_TERMINATED
 from specpipe.spans import KeptTrace
 
 MORE: Final = "--rounds A-B draws those, --output FILE.html all"

@@ -16,6 +16,7 @@ from specpipe.cluster.autoscale import MAX_COUNT, AutoscaleConfig
 from specpipe.config import TelemetryConfig, TlsConfig, check_counts, check_k, check_port_number
 from specpipe.errors import ConfigError
 from specpipe.launcher.plan import NGRAM, NONE, START_TIMEOUT_S
+from specpipe.launcher.restarts import FIRST_DELAY_S, MAX_DELAY_S, STABLE_AFTER_S
 from specpipe.telemetry.logs import LogLevel
 from specpipe.types import Mode, Rule
 
@@ -139,9 +140,9 @@ class DraftWorkersConfig:
 class RestartsConfig:
     """How long what has ended waits before it starts again: twice as long each time."""
 
-    first_delay_s: float = 1.0
-    max_delay_s: float = 30.0
-    stable_after_s: float = 60.0  # what lived this long waits the shortest time again
+    first_delay_s: float = FIRST_DELAY_S
+    max_delay_s: float = MAX_DELAY_S
+    stable_after_s: float = STABLE_AFTER_S  # what lived this long waits the shortest time again
 
     def __post_init__(self) -> None:
         if not 0 < self.first_delay_s <= self.max_delay_s < math.inf:

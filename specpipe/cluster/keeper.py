@@ -15,16 +15,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from specpipe import demo
 from specpipe.cluster.health import Health, ProcessHealth
 from specpipe.cluster.plan import DEMO_DRAFT, DEMO_TARGET, HOST, WORKERS
-from specpipe.errors import SpecpipeError, WorkerUnavailableError
+from specpipe.errors import WorkerUnavailableError
 from specpipe.launcher.child import ERROR_PREFIX, KILL_AFTER_S, ChildProcess
 from specpipe.launcher.plan import ProcessSpec
-
-EVERY_INTERFACE: Final = ("0.0.0.0", "[::]")
+from specpipe.ports import EVERY_INTERFACE
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +176,3 @@ def _replaced(text: str, known: Mapping[str, str]) -> str:
     for word, value in known.items():
         text = text.replace(word, value)
     return text
-
-
-__all__ = ["Ended", "Keeper", "SpecpipeError", "Started", "exit_reason", "one_line"]

@@ -238,9 +238,7 @@ def _attend_group(
     repeats = query.shape[1] // cache.shape[1]
     both = group.gather(cache)
     key, value = both[..., : query.shape[-1]], both[..., query.shape[-1] :]
-    if repeats == 1 or num_rows <= _MAX_FOLDED_ROWS:
-        return _attend_folded(query, key, value, group.mask(window, repeats), scaling)
-    if num_parts == 1:
+    if num_parts == 1 and repeats > 1 and num_rows > _MAX_FOLDED_ROWS:
         return _attend_chunk(query, key[0], value[0], group.mask(window, 1), scaling)
     return _attend_folded(query, key, value, group.mask(window, repeats), scaling)
 

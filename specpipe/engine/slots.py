@@ -82,12 +82,6 @@ class SlotPool:
         self._note_held()
         return slots
 
-    def retain(self, slots: Iterable[int]) -> None:
-        """Hold each slot once more. Raises InvariantError, before any change, if one is not held by anyone."""
-        slots = self._checked(slots)
-        for slot in slots:
-            self._counts[slot] += 1
-
     def release(self, slots: Iterable[int]) -> list[int]:
         """Give back one hold of each slot; return those that became free and are not cached.
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from specpipe.config import EngineConfig, ServerConfig, TelemetryConfig, check_counts, check_k, check_port_number
+from specpipe.ports import LOOPBACK
 from specpipe.types import Mode, Rule
 
 COORDINATOR: Final = "coordinator"
 DRAFT_WORKER: Final = "draft-worker"
 TARGET_WORKER: Final = "target-worker"
 TARGET_RANK: Final = "target-rank"  # of a target worker with several; started by its rank 0
-
-LOOPBACK: Final = "127.0.0.1"  # where workers listen
 
 START_TIMEOUT_S: Final = 1800.0  # until a process serves: a large model from a slow disk
 

@@ -1,6 +1,6 @@
-"""The coupled rule: the target samples with noise that draft and target share, and the draft tree follows (design 4.1).
+"""The coupled rule: the target samples with noise that draft and target share, and the draft tree follows.
 
-Owns: `Chooser`, one session's choices. Must not know: trees, models, torch.
+Owns: `Chooser`, one session's choices. Must not know: trees, models, torch. Why this rule: docs/decisions/0002.
 
 The rule. Let `allowed` be the ids that the request's cuts leave of logits / temperature (see processors). The choice at
 a position is the smallest id among `allowed` with the largest

@@ -1,6 +1,6 @@
 """Gumbel noise that is a function of (seed, choice, position, purpose, token id) and the same on every device.
 
-Owns: the exact definition (design 4.1) and its evaluation for few tokens at a time. Must not know: logits, requests.
+Owns: the exact definition and its evaluation for few tokens at a time. Must not know: logits, requests.
 
     key = first 8 bytes, little-endian, of blake2b over four little-endian unsigned 64-bit numbers:
           seed, choice, position, purpose

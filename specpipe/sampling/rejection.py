@@ -1,6 +1,7 @@
-"""The rejection rule of Leviathan et al. and Chen et al.: draw from the draft, test against the target (design 4.1).
+"""The rejection rule of Leviathan et al. and Chen et al.: draw from the draft, test against the target.
 
-Owns: `Proposer`, the draft's side, and `Judge`, the target's. Must not know: trees, models, torch.
+Owns: `Proposer`, the draft's side, and `Judge`, the target's. Must not know: trees, models, torch. What it promises and
+why it is not the default: docs/decisions/0002. What it forbids: 0007.
 
 With `draft_probs` the distribution that a sampled child was drawn from and `target_probs` the softmax of the target's
 logits', both under the request's parameters, and u uniform: the child's token is the target's choice if

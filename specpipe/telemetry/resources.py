@@ -1,6 +1,6 @@
 """How processes are named to OpenTelemetry: https://opentelemetry.io/docs/specs/semconv/resource/
 
-Owns: the attributes of a resource. Must not know: OpenTelemetry, what the process does.
+Owns: the attributes of a resource, the provider's name. Must not know: OpenTelemetry, what the process does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import socket
 
 import specpipe
 from specpipe.spans import Process, Role
+
+PROVIDER = "specpipe"
+"""gen_ai.provider.name of spans and metrics."""
 
 
 def own_process(role: Role, *, address: str = "", incarnation: int = 0) -> Process:

@@ -27,7 +27,6 @@ class Tone(enum.Enum):
     OTHER = "other"
 
 
-ROUND_TONES = (Tone.HIT, Tone.LOOKUP, Tone.MISS, Tone.PLAIN)
 DRAFT_TONES = (Tone.ACCEPTED, Tone.REJECTED, Tone.WASTED)
 WAIT_TONES = (Tone.EXPOSED, Tone.QUEUED)
 

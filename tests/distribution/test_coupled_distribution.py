@@ -69,11 +69,13 @@ def speculate(
 
 def grow(tree: DraftTree, text: list[int], draft: TableModel, chooser: Chooser) -> None:
     for _ in range(4):
-        leaves = tree.best_leaves(1) if tree.root.children else [tree.root]
-        for leaf in leaves:
-            path = text + [node.token for node in leaf.path()]
-            for token, confidence in chooser.rank(draft.logits_of(path), len(path), 3):
-                tree.add_child(leaf, token, confidence)
+        leaves = [node for node in tree.nodes() if not node.children and node.depth < tree.max_depth]
+        if tree.root.children and not leaves:
+            return
+        leaf = min(leaves, key=lambda node: (-node.reach, node.depth), default=tree.root)
+        path = text + [node.token for node in leaf.path()]
+        for token, confidence in chooser.rank(draft.logits_of(path), len(path), 3):
+            tree.add_child(leaf, token, confidence)
 
 
 def walk(tree: DraftTree, text: list[int], chooser: Chooser, rule: Rule, verified: set[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The real models of fetch_models.py, where they are: one answer in every mode, and the one that transformers gives."""
+"""Real models, where they are (CONTRIBUTING.md): one answer in every mode, and the one that transformers gives."""
 
 from __future__ import annotations
 

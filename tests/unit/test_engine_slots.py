@@ -26,15 +26,6 @@ def test_a_refused_allocation_takes_nothing() -> None:
     assert pool.num_free == 2
 
 
-def test_a_shared_slot_is_free_after_its_last_holder() -> None:
-    pool = SlotPool(4)
-    slots = pool.allocate(2)
-    pool.retain(slots)
-    assert pool.release(slots) == []
-    assert pool.release(slots) == slots
-    pool.check([])
-
-
 @pytest.mark.parametrize("slots", [[0], [3], [7], [-1], [1, 1]])
 def test_releasing_what_is_not_held_changes_nothing(slots: list[int]) -> None:
     pool = SlotPool(4)
@@ -66,13 +57,6 @@ class Pool(RuleBasedStateMachine):
         slots = self.pool.allocate(count)
         assert len(set(slots)) == count
         assert not any(self.held[slot] for slot in slots)
-        self.held.update(slots)
-
-    @precondition(lambda self: +self.held)
-    @rule(data=st.data())
-    def retain(self, data: st.DataObject) -> None:
-        slots = data.draw(st.lists(st.sampled_from(sorted(+self.held)), max_size=4))
-        self.pool.retain(slots)
         self.held.update(slots)
 
     @precondition(lambda self: +self.held)

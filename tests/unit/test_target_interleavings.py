@@ -1,4 +1,4 @@
-"""For any interleaving of events the committed tokens are the plain run's (design 4.2)."""
+"""For any interleaving of events the committed tokens are the plain run's."""
 
 from __future__ import annotations
 

@@ -46,11 +46,6 @@ def test_nodes_by_reach_starts_with_the_surest_and_never_a_child_before_its_pare
     assert [node.token for node in tree.nodes_by_reach()] == [1, 2, 3, 5, 4]
 
 
-def test_best_leaves_are_the_ones_worth_growing(tree: DraftTree) -> None:
-    assert [node.token for node in tree.best_leaves(2)] == [3, 5]
-    assert [node.token for node in tree.best_leaves(9)] == [3, 5, 4]
-
-
 def test_graft_twice_adds_nothing(tree: DraftTree) -> None:
     again = tree.extension_of(tree.nodes(), session=7)
     graft = tree.graft(again, PROMPT)
@@ -156,7 +151,6 @@ def test_bounds_refuse_nodes_and_what_hangs_below_them() -> None:
     assert graft.outcome is GraftOutcome.GRAFTED
     assert paths(tree) == {(1,), (1, 2), (5,)}
     assert tree.add_child(tree.root, 9, 0.5) is None
-    assert [node.token for node in tree.best_leaves(9)] == [5]  # 2 stands at the greatest depth
 
 
 def test_add_child_returns_the_child_that_is_there(tree: DraftTree) -> None:

@@ -1,4 +1,4 @@
-"""Grafting is a union: for any extensions, bases, repetitions and orders the tree is the same (design 4.2)."""
+"""Grafting is a union: for any extensions, bases, repetitions and orders the tree is the same (docs/decisions/0005)."""
 
 from __future__ import annotations
 

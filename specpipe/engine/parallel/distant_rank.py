@@ -20,7 +20,8 @@ from specpipe.engine.parallel.distant import claim_of
 from specpipe.engine.parallel.rank import Ending, Mailbox, RankHello, run, say_failed
 from specpipe.engine.parallel.rendezvous import join
 from specpipe.errors import ConfigError, SpecpipeError, WorkerUnavailableError
-from specpipe.process import EXIT_FAILED, ORPHAN_GRACE_S, lifecycle
+from specpipe.exit_codes import EXIT_FAILED
+from specpipe.process import ORPHAN_GRACE_S, lifecycle
 
 logger = logging.getLogger(__name__)
 
