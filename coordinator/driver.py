@@ -287,7 +287,7 @@ class Coordinator:
     def _place(self, stream: AnswerStream, kind: Kind) -> None:
         connection = self._find_draft(stream) if kind is Kind.DRAFT else self._find_target(stream)
         if connection is None:
-            self._handle(stream, Unplaced(kind))
+            self._handle(stream, Unplaced(kind, self.pools[kind].is_full))
         else:
             self._handle(stream, Placed(kind, connection.number, self._new_session(stream, connection)))
 

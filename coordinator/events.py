@@ -59,6 +59,7 @@ class Unplaced:
     """Answers Seek: no worker of this kind can take it now. The machine asks again at a later Tick."""
 
     kind: Kind
+    is_full: bool = False  # there are workers, and nothing is wrong with them but that others' sessions fill them
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,11 @@ class Pool:
         """Some worker may be given sessions, now or when others end."""
         return any(connection.may_be_used for connection in self._connections.values())
 
+    @property
+    def is_full(self) -> bool:
+        """Ready, and without room until sessions end, of whichever coordinator."""
+        return self.is_ready and not any(connection.may_be_used and connection.has_room for connection in self)
+
     def unready_ms(self, now_ms: float) -> float | None:
         """For how long none has been; None: one is. To be asked regularly. Silence counts: nobody was there then."""
         if self.is_ready:

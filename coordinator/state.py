@@ -162,6 +162,8 @@ class RequestMachine:
                 self._place_draft(Placement(event.worker, event.session))
             case Unplaced(kind=Kind.DRAFT):
                 self._tell_no_draft()
+            case Unplaced(is_full=True):
+                self._wait.end()  # it is as in the queue: room comes when sessions end
             case Unplaced():
                 self._check_wait()  # the next Tick asks again
             case Received(kind=Kind.TARGET, message=message):

@@ -89,6 +89,7 @@ class World:
 
     machine: RequestMachine
     has: dict[Kind, bool] = field(default_factory=lambda: {Kind.TARGET: True, Kind.DRAFT: True})
+    is_full: bool = False  # why there is no target worker
     now_ms: float = 0.0
     sessions: dict[int, Kind] = field(default_factory=dict)  # open on some worker
     known: dict[int, list[int]] = field(default_factory=dict)  # tokens that a session's worker was told
@@ -106,7 +107,7 @@ class World:
         match instruction:
             case Seek(kind=kind):
                 if not self.has[kind]:
-                    self.do(Unplaced(kind))
+                    self.do(Unplaced(kind, self.is_full and kind is Kind.TARGET))
                     return
                 self.num_sessions += 1
                 self.sessions[self.num_sessions] = kind

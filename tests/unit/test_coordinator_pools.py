@@ -81,6 +81,22 @@ def test_a_worker_that_is_full_of_sessions_of_others_has_no_room_until_its_next_
     assert unbounded.has_room
 
 
+def test_a_pool_is_full_if_room_is_all_that_lacks() -> None:
+    pool = Pool(Kind.TARGET)
+    assert not pool.is_full
+    busy, other = connection(1, 4), connection(2, 3)
+    pool.add(busy)
+    assert pool.is_full
+    pool.add(other)
+    assert not pool.is_full
+    other.refuse(0.0, is_ending=False)
+    assert not pool.is_full, "it refuses though it has room: something is wrong there"
+    other.is_suspect = True
+    assert pool.is_full
+    busy.is_leaving = True
+    assert not pool.is_full
+
+
 def test_a_worker_that_says_it_drains_gets_nothing_whatever_it_has_refused() -> None:
     draining = connection(1, 0)
     draining.link.heartbeat = Heartbeat(is_draining=True)

@@ -326,6 +326,28 @@ def test_a_target_that_takes_nothing_is_asked_again_until_the_wait_is_over(code:
     assert "not now" in str(world.error)
 
 
+def test_a_request_that_had_its_turn_too_soon_waits_while_all_targets_are_full() -> None:
+    """Where two coordinators saw the same room, the second one has its turn and no place: it waits as a queue does."""
+    world = started(max_target_wait_ms=2000.0)
+    target = world.session(Kind.TARGET)
+    assert target is not None
+    world.has[Kind.TARGET], world.is_full = False, True
+    world.hear(
+        Kind.TARGET,
+        Failed(session=target, code=ErrorCode.RESOURCE_EXHAUSTED, message="full", is_retryable=True),
+    )
+    del world.sessions[target]
+    for _ in range(100):
+        world.tick(1000)
+    assert world.error is None
+    world.is_full = False  # the last worker is gone
+    for _ in range(2):
+        world.tick(1000)
+        assert world.error is None
+    world.tick(1000)
+    assert isinstance(world.error, WorkerUnavailableError)
+
+
 def test_a_draft_that_refuses_for_good_is_not_asked_again() -> None:
     world = started()
     draft = world.session(Kind.DRAFT)
