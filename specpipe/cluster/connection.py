@@ -28,8 +28,8 @@ from specpipe.cluster.local_place import LocalPlace, LocalRay, tell
 from specpipe.cluster.plan import counts_at_most, plan_group
 from specpipe.cluster.reading import NEEDS_EXTRA
 from specpipe.errors import ConfigError, WorkerUnavailableError
+from specpipe.ports import LOOPBACK
 
-LOOPBACK: Final = "127.0.0.1"
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024  # of a local Ray, about the least that it takes; nothing of ours is in it
 DIAL_TIMEOUT_S: Final = 2.0
 START_TIMEOUT_S: Final = 300.0  # of a local Ray, which gives itself much less

@@ -69,8 +69,8 @@ def load_model(config: EngineConfig, *, on_progress: OnProgress | None = None, i
 
 
 def is_rounded(model: PreTrainedModel, dtype: str, *, is_hint: bool) -> bool:
-    """Whether weights are rounded to 8 bits: where that is asked for, and those of a hint by default if they came with
-    no more than 16. Raises ConfigError where they are to be and cannot."""
+    """Whether weights are rounded to 8 bits: where that is asked for, and those of a hint by default if they came in
+    bfloat16. Raises ConfigError where they are to be and cannot."""
     weight, name = next(model.parameters()), type(model).__name__
     can = can_round(weight) and name in families.PROVEN
     if dtype == ROUNDED and not can:

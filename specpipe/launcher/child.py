@@ -21,13 +21,13 @@ from typing import Final, Self
 
 import specpipe
 from specpipe.errors import ConfigError, SpecpipeError, WorkerUnavailableError
+from specpipe.exit_codes import EXIT_INVALID
 from specpipe.launcher.plan import ProcessSpec
 from specpipe.process import HTTP_PREFIX, METRICS_PREFIX
 from specpipe.telemetry.logs import FORWARDED
 
 KILL_AFTER_S: Final = 5.0
 ERROR_PREFIX: Final = "error: "  # how every specpipe command begins the sentence that says why it failed
-EXIT_INVALID: Final = 2
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from specpipe.config import EngineConfig
 from specpipe.engine.parallel.channel import Channel, Kind
 from specpipe.engine.parallel.group import RankGroup
-from specpipe.engine.parallel.meeting import LOOPBACK
 from specpipe.engine.parallel.mesh import create_mesh
 from specpipe.engine.parallel.model import ParallelModel
 from specpipe.engine.parallel.rank import Mailbox, RankHello, run
 from specpipe.engine.parallel.shared_memory import SharedMemory, open_end
 from specpipe.errors import SpecpipeError
+from specpipe.ports import LOOPBACK
 
 
 class RankThread:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from specpipe.config import EngineConfig
 from specpipe.engine.parallel.channel import Channel
 from specpipe.engine.parallel.group import RankGroup
-from specpipe.engine.parallel.meeting import LOOPBACK
 from specpipe.engine.parallel.mesh import MeshEnd, create_mesh
 from specpipe.engine.parallel.rank import RankHello
+from specpipe.ports import LOOPBACK
 from specpipe.process import cores_before_pinning
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specpipe.engine.parallel.meeting import LOOPBACK, Meeting
+from specpipe.engine.parallel.meeting import Meeting
 from specpipe.engine.parallel.shared_memory import PREPARING_TIMEOUT_S, SharedMemory
 from specpipe.errors import WorkerUnavailableError
+from specpipe.ports import LOOPBACK
 
 STEP_TIMEOUT_S = 8.0  # gloo's own default is 30 minutes
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from specpipe.errors import InvariantError
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
