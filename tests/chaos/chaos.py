@@ -17,13 +17,18 @@ from faults import Fault, draw_faults
 from fleet import Fleet
 from health_watch import HealthWatch
 from judge import Judge
+from kills import answer_with_kill, check_whole
 from oracle import Oracle, Sampling
 from questions import Load, Outcome, Question, ask, draw_questions
+from reach import unexplained
 from running import READY_TIMEOUT_S
 from strikes import Striker
 from waiting import wait_until
 
 from specpipe.types import Mode
+
+ONE_AFTER_THE_OTHER = ("draft-worker", "target-worker", "coordinator")  # none is waited for: the next can do without
+MIN_ANSWERED = 0.75  # of the requests whose clients stayed; 0.97 on a quiet machine
 
 
 def chosen_seed(default: int | None = None) -> int:
@@ -52,6 +57,13 @@ class Report:
         self.problems += watch.problems
         self.wrong_health_s = watch.longest_s
 
+    def too_few(self) -> list[str]:
+        """However many failures faults explain: a service that seldom answers is none."""
+        num_stayed = len(self.outcomes) - self.counts["left"]
+        if self.counts["answered"] >= MIN_ANSWERED * num_stayed:
+            return []
+        return [f"{self.counts['answered']} of {num_stayed} requests were answered"]
+
     def __str__(self) -> str:
         kinds = Counter(fault.kind.name for fault in self.faults)
         counts = ", ".join(f"{count} {how}" for how, count in sorted(self.counts.items()))
@@ -75,14 +87,19 @@ async def run_chaos(
     try:
         async with Load(fleet.client_addresses, draw_questions(seed, num_requests)) as load:
             report.outcomes = load.outcomes
-            await _strike_all(fleet, load, report, num_requests, watches_health=watches_health)
+            striker = await _strike_all(fleet, load, report, num_requests, watches_health=watches_health)
             await load.end()
             report.tell("all requests are over")
         judge = Judge(oracle)
         report.problems += await asyncio.to_thread(judge.check, report.outcomes)
+        report.problems += unexplained(report.outcomes, fleet.reaches(striker.suffered()))
         report.counts, report.num_ties = judge.counts, judge.num_ties
+        report.problems += report.too_few()
         await check_end(fleet, oracle)
         report.tell("whole and idle")
+        report.problems += striker.unprompted()
+        report.problems += await kill_in_the_middle(fleet, Judge(oracle))
+        report.tell("somebody of each kind was killed in the middle of an answer")
         assert not report.problems, "\n".join(report.problems)
     except (AssertionError, TimeoutError) as error:
         told = "\n".join(report.story)
@@ -91,7 +108,7 @@ async def run_chaos(
     return report
 
 
-async def _strike_all(fleet: Fleet, load: Load, report: Report, num_requests: int, *, watches_health: bool) -> None:
+async def _strike_all(fleet: Fleet, load: Load, report: Report, num_requests: int, *, watches_health: bool) -> Striker:
     """The requests are let go in equal shares, one before each fault, and the rest after the last."""
     num_faults = len(report.faults)
     async with AsyncExitStack() as stack:
@@ -108,6 +125,7 @@ async def _strike_all(fleet: Fleet, load: Load, report: Report, num_requests: in
             report.tell(str(fault))
         load.let_go(num_requests - num_requests * num_faults // (num_faults + 1))
     report.hear(watch)
+    return striker
 
 
 async def check_end(fleet: Fleet, oracle: Oracle) -> None:
@@ -119,7 +137,6 @@ async def check_end(fleet: Fleet, oracle: Oracle) -> None:
         """A machine that stood still a moment ago may make a worker seem silent once more."""
         outcome = Outcome(question=plain_question(place))
         await ask(outcome, fleet.client_addresses)
-        outcome.is_over = True
         problems = judge.check([outcome])
         assert not problems, problems
         return outcome.error is None
@@ -134,6 +151,18 @@ async def check_end(fleet: Fleet, oracle: Oracle) -> None:
     except TimeoutError:
         held = await fleet.holdings()
         raise AssertionError(f"sessions or slots are kept: {held}") from None
+
+
+async def kill_in_the_middle(fleet: Fleet, judge: Judge) -> list[str]:
+    """Of a whole fleet, each time somebody who is at work: chance may never strike them. Returns what is wrong."""
+    problems = []
+    for number, role in enumerate(ONE_AFTER_THE_OTHER):
+        kill = await answer_with_kill(fleet, role, number)
+        try:
+            check_whole(kill, judge)
+        except AssertionError as error:
+            problems.append(str(error))
+    return problems
 
 
 def plain_question(place: int) -> Question:

@@ -41,6 +41,7 @@ class Phase(enum.Enum):
 
 
 OF_PROCESSES = (Kind.KILL, Kind.TERM, Kind.FREEZE)
+HARMLESS = (Kind.SLOW, Kind.SHUFFLE)  # nobody is out of reach by them
 WAYS = ((Way.THERE,), (Way.BACK,), (Way.THERE, Way.BACK))
 LOST_AFTER_S = 5.0  # a worker that is silent for longer is taken for lost: faults last less, or more
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 from faults import Kind, Victims, Way
 from members import Member
+from reach import Reach, Span
 from relays import Relay, StreamRelay, WireRelay
 from running import READY_TIMEOUT_S
 from scraping import Scrape, scrape
@@ -146,6 +147,22 @@ class Fleet:
             link_kinds=self.network.link_kinds,
             shuffled=self.network.shuffled(),
         )
+
+    def reaches(self, suffered: Mapping[str, Sequence[Span]]) -> list[Reach]:
+        """By the coordinators' places: `suffered` tells when links were cut or held, and when members were anyway."""
+        return [
+            Reach(
+                own=self._out_of_reach("client", coordinator, suffered),
+                targets=tuple(
+                    self._out_of_reach(coordinator.name, target, suffered) for target in self.of("target-worker")
+                ),
+            )
+            for coordinator in self.of("coordinator")
+        ]
+
+    def _out_of_reach(self, who: str, member: Member, suffered: Mapping[str, Sequence[Span]]) -> tuple[Span, ...]:
+        names = (member.name, f"{who}>{member.name}")
+        return (*member.outages, *(span for name in names for span in suffered.get(name, ())))
 
     # What its parts say
 

@@ -16,7 +16,12 @@ from specpipe.errors import ErrorCode
 from specpipe.types import FinishReason
 
 CLEAR = (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED)
-"""How a request may fail for a fault of the service: docs/chaos.md. Both say that the same may be asked again."""
+"""How a request may fail for a fault of the service: docs/chaos.md. Both say that the same may be asked again.
+
+Whether there was a fault that could make it fail is another question: see `reach`."""
+MAX_PAUSE_S = 80.0
+"""The longest that a client has patience: it asks both coordinators four times, and each may look for a target worker
+for 8.5 s before it says that there is none."""
 
 
 class Judge:
@@ -42,6 +47,7 @@ class Judge:
             "an error after the end": outcome.error is None or outcome.num_ends == 0,
             "cut silently": how != "answered" or (outcome.num_ends == 1 and len(tokens) == most and _says_so(outcome)),
             "too long": len(tokens) <= most,
+            f"a pause of {outcome.longest_pause_s:.0f} s": outcome.longest_pause_s <= MAX_PAUSE_S,
         }
         wrong = [problem for problem, holds in rules.items() if not holds]
         difference = self._difference(outcome.question, tokens) if tokens else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -39,6 +40,8 @@ class Member:
         self._arguments = tuple(arguments)
         self._prefix = tuple(prefix)
         self._log = folder / f"{name}.log"
+        self._outages: list[tuple[float, float]] = []
+        self._out_since_s = self.changed_s
         self._ranks: list[int] = []
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -52,6 +55,11 @@ class Member:
     def is_usable(self) -> bool:
         """Nothing that we have done keeps it from working."""
         return self.is_ready and not self.is_frozen
+
+    @property
+    def outages(self) -> list[tuple[float, float]]:
+        """From when to when it was not usable; to infinity if it is not now."""
+        return [*self._outages, *([] if self.is_usable else [(self._out_since_s, math.inf)])]
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -93,9 +101,14 @@ class Member:
                 self._process.send_signal(number)
 
     def note(self, *, is_ready: bool | None = None, is_frozen: bool | None = None) -> None:
+        was_usable = self.is_usable
         self.is_ready = self.is_ready if is_ready is None else is_ready
         self.is_frozen = self.is_frozen if is_frozen is None else is_frozen
         self.changed_s = time.monotonic()
+        if was_usable and not self.is_usable:
+            self._out_since_s = self.changed_s
+        elif self.is_usable and not was_usable:
+            self._outages.append((self._out_since_s, self.changed_s))
 
     def log_text(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""

@@ -28,7 +28,7 @@ SAMPLINGS = (Sampling(), Sampling(), Sampling(temperature=0.8, seed=31), Samplin
 LENGTHS = (24, 48, 112)
 WORDS = ("def", "tokens", "line", "return", "part", "fast", "draft", "model", "guesses", "value", "print", "index")
 NUM_WORDS = 200  # of a long prompt: some 700 tokens, six steps or so
-GIVE_UP_S = 600.0  # a request that is not over then is lost
+GIVE_UP_S = 180.0  # a request that is not over then is lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,18 @@ class Outcome:
     num_ends: int = 0
     error: SpecpipeError | None = None
     has_left: bool = False
-    is_over: bool = False
     asked_s: float = field(default_factory=time.monotonic)
+    over_s: float | None = None  # None: not yet
     arrivals_s: list[float] = field(default_factory=list)  # of chunks
 
     @property
+    def is_over(self) -> bool:
+        return self.over_s is not None
+
+    @property
     def longest_pause_s(self) -> float:
-        """Between two chunks, or before the first."""
-        times = [self.asked_s, *self.arrivals_s]
+        """Between two chunks, before the first, or from the last to the end."""
+        times = [self.asked_s, *self.arrivals_s, *([] if self.over_s is None else [self.over_s])]
         return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
     def __str__(self) -> str:
@@ -165,7 +169,6 @@ class Load:
         try:
             await ask(outcome, self._addresses)
         finally:
-            outcome.is_over = True
             self._places.release()
 
 
@@ -184,6 +187,8 @@ async def ask(outcome: Outcome, addresses: Sequence[str]) -> None:
                         return
         except SpecpipeError as error:
             outcome.error = error
+        finally:
+            outcome.over_s = time.monotonic()
 
 
 def _note(outcome: Outcome, event: AnswerEvent) -> None:

@@ -19,13 +19,15 @@ from pathlib import Path
 import findings
 import pytest
 from chaos import check_end, chosen_seed, run_chaos
-from faults import Kind, Way
+from faults import HARMLESS, Kind, Way
 from fleet import Fleet, RelayNetwork, running_fleet
 from health_watch import TRUE_WITHIN_S, is_serving
 from judge import Judge
+from kills import answer_with_kill, check_whole
 from namespaces import namespaces, obstacle
 from oracle import Oracle
 from questions import Load, Outcome, ask, draw_questions
+from reach import Span, unexplained
 from run_in_namespaces import NAMES
 from running import READY_TIMEOUT_S
 from slow_scale import SCALE, scaled
@@ -33,15 +35,12 @@ from tiny_models import TinyPair, make_pair
 from usage import Usage, usages
 from waiting import wait_until
 
-from specpipe.types import Mode
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
 SOAK_S = 3600.0
 NUM_SAMPLES = 12  # of the soak; the first quarter is for warming up
 MAX_GROWTH_BYTES = 8 * 2**20
 SETTLE_S = 120.0  # gRPC's pool lets a thread go after some idle time
-BEFORE_KILL = 150  # tokens: some thirty rounds
 SOON = 5  # chunks
 
 
@@ -143,9 +142,9 @@ async def test_a_worker_that_is_killed_costs_a_pause_and_no_more(fleet: Fleet, o
     for role in pauses_s:
         for number in range(count):
             await fleet.become_whole()
-            outcome, killed_s = await _answer_with_kill(fleet, role, number)
-            assert not judge.check([outcome]), outcome
-            before_s, after_s = _gaps(outcome, killed_s)
+            kill = await answer_with_kill(fleet, role, number)
+            check_whole(kill, judge)
+            before_s, after_s = _gaps(kill.outcome, kill.killed_s)
             pauses_s[role].append(max(after_s))
             costs_s[role].append(max(after_s) - _usual_pause(before_s))
             rounds_s += before_s
@@ -162,23 +161,6 @@ async def test_a_worker_that_is_killed_costs_a_pause_and_no_more(fleet: Fleet, o
     )
     assert target_s <= prefill_s + 2.0
     assert draft_cost_s <= round_s
-
-
-async def _answer_with_kill(fleet: Fleet, role: str, number: int) -> tuple[Outcome, float]:
-    """One answer alone, whose worker of this kind is killed in the middle. Returns when."""
-    question = next(draw_questions(number, 1))
-    question = type(question)(prompt="A fast draft", sampling=question.sampling, max_tokens=400, mode=Mode.PIPELINED)
-    outcome = Outcome(question=question)
-    asking = asyncio.create_task(ask(outcome, fleet.client_addresses))
-    await wait_until(lambda: len(outcome.answer.token_ids) >= BEFORE_KILL, timeout_s=READY_TIMEOUT_S)
-    held = {worker.name: (await fleet.info(worker)).heartbeat.num_sessions for worker in fleet.of(role)}
-    victim = fleet.members[max(held, key=lambda name: held[name])]
-    killed_s = time.monotonic()
-    victim.note(is_ready=False)
-    victim.signal(signal.SIGKILL)
-    await asking
-    outcome.is_over = True
-    return outcome, killed_s
 
 
 def _gaps(outcome: Outcome, killed_s: float) -> tuple[list[float], list[float]]:
@@ -217,11 +199,12 @@ async def test_an_hour_of_requests_over_bad_links_leaves_every_process_as_it_was
     """No process is ended, so that each can be compared with itself; links are cut, held, slow and shuffled."""
     judge, samples, end_s = Judge(oracle), [], time.monotonic() + SOAK_S * SCALE
     part_s, number = SOAK_S * SCALE / NUM_SAMPLES, 0
+    suffered: dict[str, list[Span]] = {link: [] for link in fleet.links}
     while time.monotonic() < end_s:
         until_s = time.monotonic() + part_s
         while time.monotonic() < until_s:
             number += 1
-            await _ask_over_bad_links(fleet, judge, seed + number, number)
+            await _ask_over_bad_links(fleet, judge, suffered, seed + number, number)
         await fleet.become_whole()
         await wait_until(fleet.is_idle, timeout_s=READY_TIMEOUT_S)
         samples.append(usages(fleet))
@@ -230,18 +213,25 @@ async def test_an_hour_of_requests_over_bad_links_leaves_every_process_as_it_was
     await check_end(fleet, oracle)
 
 
-async def _ask_over_bad_links(fleet: Fleet, judge: Judge, seed: int, number: int) -> None:
-    """Forty requests, and meanwhile one link suffers."""
+async def _ask_over_bad_links(
+    fleet: Fleet, judge: Judge, suffered: dict[str, list[Span]], seed: int, number: int
+) -> None:
+    """Forty requests, and meanwhile one link suffers. `suffered` is added to: when nothing could pass it."""
     link = fleet.links[number % len(fleet.links)]
     kinds = (*fleet.network.link_kinds, *([Kind.SHUFFLE] if link in fleet.network.shuffled() else []))
+    kind = kinds[number % len(kinds)]
     async with Load(fleet.client_addresses, draw_questions(seed, 40)) as load:
         load.let_go(40)
         await wait_until(lambda: len(load.outcomes) > 8, timeout_s=READY_TIMEOUT_S)
-        await fleet.network.begin(kinds[number % len(kinds)], link, tuple(Way))
+        begun_s = time.monotonic()
+        await fleet.network.begin(kind, link, tuple(Way))
         await wait_until(lambda: len(load.outcomes) > 24, timeout_s=READY_TIMEOUT_S)
         await fleet.network.end(link)
+        if kind not in HARMLESS:
+            suffered[link].append((begun_s, time.monotonic()))
         await load.end()
         problems = await asyncio.to_thread(judge.check, load.outcomes)
+        problems += unexplained(load.outcomes, fleet.reaches(suffered))
     assert not problems, f"SPECPIPE_CHAOS_SEED={seed - number}, part {number}: {problems}\n{fleet.last_lines()}"
 
 
